@@ -1,0 +1,22 @@
+"""Device and precision abstractions and the tracing seam: what everything in Trine stands on."""
+
+from importlib.metadata import version
+
+from trine.core import batches, tracing
+from trine.core.devices import CPUDevice, CUDADevice, Device, get_device, register_device
+from trine.core.errors import TrineError
+from trine.core.precision import Precision
+
+__version__ = version("trine-core")
+
+__all__ = [
+    "CPUDevice",
+    "CUDADevice",
+    "Device",
+    "Precision",
+    "TrineError",
+    "batches",
+    "get_device",
+    "register_device",
+    "tracing",
+]

@@ -1,0 +1,350 @@
+"""The tracing seam: who has something to tell meets who listens, here and only here.
+
+Producers (the engine, data loading, user code) call `span`, `instant`, `counter`
+and `record_span`. Consumers implement `TraceSink` and register with `add_sink`.
+Neither imports the other. While torch's own profiler runs, spans appear in it
+too, with no sink installed.
+
+The cost of a call site with nobody listening is the point of this module: a
+shared do-nothing context for `span`, one attribute read for a site guarded by
+`if tracing.enabled`. This module must never synchronise a device, never raise
+into the training loop because of a sink, and never use `@contextmanager`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from threading import get_ident
+from time import perf_counter_ns
+from types import TracebackType
+from typing import Final, Literal, Protocol, runtime_checkable
+
+import torch
+from torch.autograd import profiler as _torch_profiler
+
+__all__ = [
+    "Attributes",
+    "Kind",
+    "TraceEvent",
+    "TraceSink",
+    "add_sink",
+    "counter",
+    "current_step",
+    "enabled",
+    "instant",
+    "record_span",
+    "remove_sink",
+    "set_step",
+    "sinks",
+    "span",
+]
+
+Attributes = Mapping[str, object]
+Kind = Literal["span", "async", "instant", "counter"]
+
+_log = logging.getLogger(__name__)
+
+enabled: bool = False
+"""True while at least one sink is installed.
+
+Read it as `tracing.enabled` (never `from ... import enabled`, which copies the
+value) to guard a site whose arguments are costly to build, or one in a loop.
+"""
+
+_sinks: tuple[TraceSink, ...] = ()
+_sinks_lock = threading.Lock()
+_step: int = -1
+
+
+class TraceEvent:
+    """One thing that happened, as a sink receives it.
+
+    Attributes:
+        kind: `"span"` for work on the thread that reports it, `"async"` for work
+            that ran beside that thread, `"instant"` and `"counter"` for points.
+        name: what happened, for example `"all_gather"`.
+        category: `"step"`, `"compute"`, `"comm"`, `"mem"`, `"io"` or `"user"`.
+        unit: full name of the sharded module the event belongs to, or `""`.
+        nbytes: bytes this rank sent for it, 0 where that has no meaning.
+        args: further attributes, or None. Not to be changed after reporting.
+        step: the step number last given to `set_step`, -1 before the first.
+        thread: identifier of the reporting thread.
+        start_ns: `time.perf_counter_ns()` at the start.
+        end_ns: the same clock at the end; equal to `start_ns` for points.
+        value: the value of a counter, 0.0 otherwise.
+    """
+
+    __slots__ = (
+        "args",
+        "category",
+        "end_ns",
+        "kind",
+        "name",
+        "nbytes",
+        "start_ns",
+        "step",
+        "thread",
+        "unit",
+        "value",
+    )
+
+    def __init__(
+        self,
+        kind: Kind,
+        name: str,
+        category: str,
+        unit: str,
+        nbytes: int,
+        args: Attributes | None,
+        start_ns: int,
+        end_ns: int,
+        value: float = 0.0,
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.category = category
+        self.unit = unit
+        self.nbytes = nbytes
+        self.args = args
+        self.step = _step
+        self.thread = get_ident()
+        self.start_ns = start_ns
+        self.end_ns = end_ns
+        self.value = value
+
+    def __repr__(self) -> str:
+        where = f" {self.unit}" if self.unit else ""
+        return f"<{self.kind} {self.name}{where} {self.end_ns - self.start_ns} ns>"
+
+
+@runtime_checkable
+class TraceSink(Protocol):
+    """Where events go. Called on the thread that reports, so it must be quick."""
+
+    def record(self, event: TraceEvent) -> None:
+        """Take one finished event. A sink that raises is removed and logged once."""
+
+
+def add_sink(sink: TraceSink) -> None:
+    """Send every event from now on to `sink` too.
+
+    Raises:
+        TypeError: if `sink` has no `record` method.
+        ValueError: if it is installed already.
+    """
+    global _sinks, enabled
+    if not isinstance(sink, TraceSink):
+        raise TypeError(
+            f"{type(sink).__name__} is not a trace sink: it needs a method record(event). "
+            "See trine.core.tracing.TraceSink."
+        )
+    with _sinks_lock:
+        if any(other is sink for other in _sinks):
+            raise ValueError(
+                f"{sink!r} is installed already; every event would reach it twice. "
+                "Call remove_sink first."
+            )
+        _sinks = (*_sinks, sink)
+        enabled = True
+
+
+def remove_sink(sink: TraceSink) -> None:
+    """Stop sending events to `sink`; one that is not installed is ignored."""
+    global _sinks, enabled
+    with _sinks_lock:
+        _sinks = tuple(other for other in _sinks if other is not sink)
+        enabled = bool(_sinks)
+
+
+def sinks() -> tuple[TraceSink, ...]:
+    """The sinks installed now, in the order they were added."""
+    return _sinks
+
+
+def set_step(step: int) -> None:
+    """Number the training step that the following events belong to."""
+    global _step
+    _step = step
+
+
+def current_step() -> int:
+    """The number last given to `set_step`, -1 before the first."""
+    return _step
+
+
+def _deliver(event: TraceEvent) -> None:
+    for sink in _sinks:
+        try:
+            sink.record(event)
+        except Exception:
+            # Training never fails because of a profiler: drop the sink, say it once.
+            remove_sink(sink)
+            _log.exception("trace sink %r raised and was removed", sink)
+
+
+class _NullContext:
+    """What `span` returns while nobody listens; one instance serves everyone."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+
+_NULL: Final = _NullContext()
+
+
+class _Span(TraceEvent):
+    """An event that is its own context manager: one allocation for both."""
+
+    __slots__ = ()
+
+    # Written out rather than calling the parent: this is the hot path.
+    def __init__(
+        self, name: str, category: str, unit: str, nbytes: int, args: Attributes | None
+    ) -> None:
+        self.kind = "span"
+        self.name = name
+        self.category = category
+        self.unit = unit
+        self.nbytes = nbytes
+        self.args = args
+        self.step = _step
+        self.thread = get_ident()
+        self.value = 0.0
+
+    def __enter__(self) -> None:
+        self.start_ns = perf_counter_ns()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.end_ns = perf_counter_ns()
+        try:
+            for sink in _sinks:
+                sink.record(self)
+        except Exception:
+            _deliver(self)  # finds the culprit, one sink at a time
+
+
+class _ProfiledSpan(_Span):
+    """A span that torch's profiler sees as well."""
+
+    __slots__ = ("_torch_range",)
+
+    def __enter__(self) -> None:
+        self._torch_range = _torch_range(self.name, self.unit)
+        self._torch_range.__enter__()
+        super().__enter__()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(exc_type, exc, traceback)
+        self._torch_range.__exit__(exc_type, exc, traceback)
+
+
+# Two private names of torch, both optional. The flag costs 3 ns to read; without it
+# spans do not reach torch's profiler. The fast range costs a tenth of record_function,
+# which stands in where it is missing.
+if not hasattr(_torch_profiler, "_is_profiler_enabled"):  # pragma: no cover
+    _torch_profiler._is_profiler_enabled = False
+_FastRange = getattr(getattr(torch._C, "_profiler", None), "_RecordFunctionFast", None)
+
+
+def _torch_range(name: str, unit: str) -> AbstractContextManager[object]:
+    label = f"trine::{name} {unit}" if unit else f"trine::{name}"
+    if _FastRange is None:  # pragma: no cover
+        return _torch_profiler.record_function(label)
+    made: AbstractContextManager[object] = _FastRange(label)
+    return made
+
+
+def span(
+    name: str,
+    category: str = "user",
+    unit: str = "",
+    nbytes: int = 0,
+    args: Attributes | None = None,
+) -> AbstractContextManager[object]:
+    """Time a `with` block and report it when the block ends, however it ends.
+
+    With nobody listening this returns one shared object that does nothing.
+
+    Args:
+        name: what happens in the block.
+        category: see `TraceEvent`.
+        unit: full name of the sharded module it belongs to.
+        nbytes: bytes moved by it.
+        args: further attributes; keep the mapping unchanged afterwards.
+
+    Example:
+        >>> from trine.core.tracing import span
+        >>> with span("load batch", category="io"):
+        ...     pass
+    """
+    if _torch_profiler._is_profiler_enabled:
+        if _sinks:
+            return _ProfiledSpan(name, category, unit, nbytes, args)
+        return _torch_range(name, unit)
+    if _sinks:
+        return _Span(name, category, unit, nbytes, args)
+    return _NULL
+
+
+def record_span(
+    name: str,
+    start_ns: int,
+    end_ns: int,
+    category: str = "user",
+    unit: str = "",
+    nbytes: int = 0,
+    args: Attributes | None = None,
+) -> None:
+    """Report work that ran beside this thread, once its start and end are known.
+
+    Args:
+        name: what ran.
+        start_ns: `time.perf_counter_ns()` when it was started.
+        end_ns: the same clock when it was complete.
+        category: see `TraceEvent`.
+        unit: full name of the sharded module it belongs to.
+        nbytes: bytes this rank sent.
+        args: further attributes.
+    """
+    if _sinks:
+        _deliver(TraceEvent("async", name, category, unit, nbytes, args, start_ns, end_ns))
+
+
+def instant(
+    name: str, category: str = "user", unit: str = "", args: Attributes | None = None
+) -> None:
+    """Report that something happened now."""
+    if _sinks:
+        now = perf_counter_ns()
+        _deliver(TraceEvent("instant", name, category, unit, 0, args, now, now))
+
+
+def counter(name: str, value: float, category: str = "user", unit: str = "") -> None:
+    """Report the value that a quantity has now; a timeline draws it as a curve."""
+    if _sinks:
+        now = perf_counter_ns()
+        _deliver(TraceEvent("counter", name, category, unit, 0, None, now, now, float(value)))
+
