@@ -1,0 +1,208 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["nox[uv]>=2025.5.1"]
+# ///
+"""Every check of this repository, the same on a laptop and in CI.
+
+    nox                 all checks and tests
+    nox -t quick        what to run before every commit
+    nox -s tests_gloo -- -k uneven    arguments after -- go to the tool
+
+The `script` block above makes a plain `pip install nox` fetch uv, whose hard
+links keep a dozen environments with torch in them small. Where uv cannot be
+had, `NOX_SCRIPT_MODE=none nox` uses virtualenv and pip.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5.1"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+ROOT = Path(__file__).parent
+PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+PACKAGES = {"core": ("core",), "distributed": ("core", "distributed"), "tools": ("core", "tools")}
+TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+# Torch comes as one wheel per accelerator, and the package index alone gives
+# Linux the CUDA one. A folder of wheels that pip was given is given to uv too;
+# otherwise uv picks the build that fits this machine's driver, or the CPU one.
+if "PIP_FIND_LINKS" in os.environ:
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+else:
+    os.environ.setdefault("UV_TORCH_BACKEND", "auto")
+
+
+@nox.session(tags=["quick", "cpu"])
+def lint(session: nox.Session) -> None:
+    """Style and spelling: ruff check, ruff format, codespell (-- --fix mends what it can)."""
+    install(session, groups=["lint"])
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
+    session.run("codespell", *sorted(path.name for path in ROOT.iterdir() if is_ours(path)))
+
+
+@nox.session(tags=["quick", "cpu"])
+def types(session: nox.Session) -> None:
+    """Types: mypy --strict over the three packages, the tests and this file."""
+    install(session, *PACKAGES, groups=["types"])
+    session.run("mypy", *session.posargs)
+
+
+@nox.session(tags=["quick", "cpu"])
+def imports(session: nox.Session) -> None:
+    """Arrows between modules: distributed -> core <- tools, and the layers inside distributed."""
+    install(session, groups=["imports"])
+    # The linter reads sources, so nothing of ours (and no torch) need be installed.
+    sources = os.pathsep.join(str(ROOT / "packages" / name / "src") for name in PACKAGES)
+    session.run("lint-imports", "--no-cache", *session.posargs, env={"PYTHONPATH": sources})
+
+
+@nox.session(tags=["quick", "cpu"])
+def repo(session: nox.Session) -> None:
+    """The repository's own rules: layout, versions, changelogs, workflows against sessions."""
+    install(session, groups=["repo"])
+    session.run("pytest", "tests/repo", *session.posargs)
+
+
+@nox.session(tags=["quick", "cpu", "gpu"])
+def tests_core(session: nox.Session) -> None:
+    """trine-core alone, with nothing installed beside it but torch."""
+    install(session, "core", groups=["test"])
+    session.run("pytest", "tests/core", *session.posargs)
+
+
+@nox.session(tags=["cpu", "gpu"])
+def tests_tools(session: nox.Session) -> None:
+    """trine-tools on core, without distributed."""
+    install(session, "tools", groups=["test"])
+    session.run("pytest", "tests/tools", *session.posargs)
+
+
+@nox.session(tags=["cpu"])
+def tests_gloo(session: nox.Session) -> None:
+    """trine-distributed on core, on gloo ranks of this machine, without tools."""
+    install(session, "distributed", groups=["test"])
+    session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(tags=["cpu"])
+def together(session: nox.Session) -> None:
+    """All three: the engine emits, tools record, the timeline and the table come out."""
+    install(session, *PACKAGES, groups=["test"])
+    session.run("pytest", "tests/together", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(tags=["cpu"])
+def docs(session: nox.Session) -> None:
+    """The documentation: built offline, every warning an error, every code block run."""
+    install(session, *PACKAGES, groups=["docs"])
+    strict = ("--nitpicky", "--fail-on-warning", "--keep-going")
+    for builder in ("html", "doctest"):
+        target = f"docs/_build/{builder}"
+        session.run("sphinx-build", *strict, "-b", builder, "docs", target, *session.posargs)
+
+
+@nox.session(tags=["cpu", "release"])
+def package(session: nox.Session) -> None:
+    """Wheels: built, checked, each installed alone and imported (-- core-v0.1.0 checks a tag)."""
+    wanted = requested_packages(session)
+    install(session, groups=["package"])
+    built = Path(session.create_tmp()).resolve() / "dist"
+    shutil.rmtree(built, ignore_errors=True)
+    # Core comes along always: the others cannot be installed without it.
+    for name in dict.fromkeys(["core", *wanted]):
+        source = f"packages/{name}"
+        session.run("python", "-m", "build", "--no-isolation", f"--outdir={built}", source)
+    session.run("check-wheel-contents", str(built))
+    session.run("twine", "check", "--strict", *map(str, sorted(built.iterdir())))
+    session.run("pytest", "tests/repo/test_wheels.py", env={"TRINE_WHEELS": str(built)})
+    for name in wanted:
+        import_alone(session, name, built)
+    # dist/ holds what was asked for and passed, ready for upload.
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    (ROOT / "dist").mkdir()
+    for name in wanted:
+        for file in built.glob(f"trine_{name}-*"):
+            shutil.copy(file, ROOT / "dist")
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Train a small GPT on real text, sharded over 2 ranks, and see where the time went."""
+    install(session, *PACKAGES)
+    session.run("trine", "demo", *session.posargs)
+
+
+@nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """Measurements, printed: what a trace call costs, how fast the engine trains."""
+    install(session, *PACKAGES, groups=["test"])
+    session.run("pytest", "tests/benchmarks", "--capture=no", *session.posargs)
+
+
+def install(session: nox.Session, *packages: str, groups: list[str] | None = None) -> None:
+    """Install our packages (editable) with what they need, and groups of pyproject.toml.
+
+    Every install goes through here, under a constraint on torch: no dependency
+    can replace the pinned build behind a session's back.
+    """
+    needed = dict.fromkeys(dep for name in packages for dep in PACKAGES[name])
+    editable = [arg for name in needed for arg in ("--editable", f"packages/{name}")]
+    tools = nox.project.dependency_groups(PYPROJECT, *(groups or []))
+    session.install("--constraint", str(constraints(session)), *editable, *tools)
+
+
+def constraints(session: nox.Session) -> Path:
+    """Write the constraints file; `==2.13.0` is met by a local build such as 2.13.0+cpu."""
+    # Not in session.create_tmp(), which would move TMPDIR into a path that may
+    # be too long for the sockets the tests open there.
+    file = session.cache_dir / f"constraints-torch-{TORCH}.txt"
+    file.write_text(f"torch=={TORCH}\n", encoding="utf-8")
+    return file
+
+
+def import_alone(session: nox.Session, name: str, wheels: Path) -> None:
+    """Install one wheel in an empty environment and import it there."""
+    env = wheels.parent / f"alone-{name}"
+    python = env / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    session.run("python", "-m", "venv", "--clear", "--without-pip", str(env))
+    pip = ["python", "-m", "pip", "--python", str(python), "install"]
+    if session.venv_backend == "uv":
+        pip = ["uv", "pip", "install", "--python", str(python)]
+    (wheel,) = wheels.glob(f"trine_{name}-*.whl")
+    where = [f"--constraint={constraints(session)}", f"--find-links={wheels}"]
+    session.run(*pip, *where, str(wheel))
+    code = f"import trine.{name} as it; print(it.__name__, it.__version__)"
+    # -I: no current folder and no PYTHONPATH, so only the wheel can be found.
+    session.run(str(python), "-I", "-W", "error", "-c", code, external=True)
+
+
+def requested_packages(session: nox.Session) -> list[str]:
+    """Read names (core) and release tags (core-v0.1.0) after --; without any, all packages."""
+    names = []
+    for arg in session.posargs:
+        name, _, version = arg.partition("-v")
+        if name not in PACKAGES:
+            session.error(f"{arg!r} names no package. Expected one of {', '.join(PACKAGES)}.")
+        file = ROOT / "packages" / name / "pyproject.toml"
+        static = nox.project.load_toml(file)["project"]["version"]
+        if version and version != static:
+            session.error(f"Tag {arg} does not match version {static} in {file.relative_to(ROOT)}.")
+        names.append(name)
+    return names or list(PACKAGES)
+
+
+def is_ours(path: Path) -> bool:
+    """Tell the sources at the top level from what tools leave there."""
+    return not re.match(r"\.(?!ci$|github$)|(dist|build|trine-demo|LICENSE)$", path.name)
