@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +38,11 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Tensor]) -> Any:
             return batch
         return _with_values(batch, values)
     if isinstance(batch, (set, frozenset)):
-        return type(batch)(map_tensors(value, function) for value in batch)
+        members = list(batch)
+        values = [map_tensors(value, function) for value in members]
+        if all(new is old for new, old in zip(values, members, strict=True)):
+            return batch
+        return type(batch)(values)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         changed = {}
         for field in dataclasses.fields(batch):
@@ -75,9 +79,17 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 def _with_items(old: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(old) is dict:
         return items
-    twin = copy.copy(old)  # keeps a default_factory and attributes of subclasses
+    if not isinstance(old, MutableMapping):
+        return type(old)(items)  # type: ignore[call-arg]  # a read-only mapping wraps another
+    # A copy keeps a default_factory and the attributes of subclasses.
+    if isinstance(old, dict) or hasattr(old, "__copy__"):
+        twin = copy.copy(old)
+    else:
+        # A shallow copy could share the inner storage, and setting items would then reach
+        # the caller's object. The memo makes the values leaves, so no tensor is copied.
+        twin = copy.deepcopy(old, {id(value): value for value in old.values()})
     for key, value in items.items():
-        twin[key] = value  # type: ignore[index]  # a Mapping that copies but cannot be set raises here
+        twin[key] = value
     return twin
 
 
@@ -88,4 +100,4 @@ def _with_values(old: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
         return tuple(values)
     if hasattr(old, "_fields"):
         return type(old)(*values)
-    return type(old)(values)  # type: ignore[arg-type]  # list and tuple subclasses take an iterable
+    return type(old)(values)  # list and tuple subclasses take an iterable

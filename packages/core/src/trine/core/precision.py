@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
 __all__ = ["Precision"]
 
 
-class Precision(str, Enum):
+class Precision(StrEnum):
     """How numbers are stored and computed in one training run.
 
     The `AMP_` members keep parameters in fp32 and compute in the smaller type;
@@ -45,9 +45,6 @@ class Precision(str, Enum):
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are summed over ranks."""
         return torch.float32 if self.value.startswith("amp") else _COMPUTE[self]
-
-    def __str__(self) -> str:
-        return self.value
 
 
 _COMPUTE = {

@@ -180,9 +180,19 @@ def _deliver(event: TraceEvent) -> None:
         try:
             sink.record(event)
         except Exception:
-            # Training never fails because of a profiler: drop the sink, say it once.
-            remove_sink(sink)
-            _log.exception("trace sink %r raised and was removed", sink)
+            _drop(sink)
+
+
+def _drop(sink: TraceSink) -> None:
+    """Training never fails because of a profiler: remove the sink that raised, say it once."""
+    global _sinks, enabled
+    with _sinks_lock:
+        left = tuple(other for other in _sinks if other is not sink)
+        # Two threads may fail in the same sink at once; only the first one has news.
+        is_news = len(left) < len(_sinks)
+        _sinks, enabled = left, bool(left)
+    if is_news:
+        _log.exception("trace sink %s raised and was removed", type(sink).__name__)
 
 
 class _NullContext:
@@ -234,11 +244,11 @@ class _Span(TraceEvent):
         traceback: TracebackType | None,
     ) -> None:
         self.end_ns = perf_counter_ns()
-        try:
-            for sink in _sinks:
+        for sink in _sinks:  # _deliver written out, to save a call
+            try:
                 sink.record(self)
-        except Exception:
-            _deliver(self)  # finds the culprit, one sink at a time
+            except Exception:
+                _drop(sink)
 
 
 class _ProfiledSpan(_Span):
@@ -347,4 +357,3 @@ def counter(name: str, value: float, category: str = "user", unit: str = "") -> 
     if _sinks:
         now = perf_counter_ns()
         _deliver(TraceEvent("counter", name, category, unit, 0, None, now, now, float(value)))
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from trine.core.devices.device import Device
 from trine.core.devices.streams import Event, HostEvent, HostStream, Stream
@@ -20,8 +21,13 @@ class CPUDevice(Device):
 
     @property
     def dist_backend(self) -> str:
-        """gloo."""
+        """Always `gloo`."""
         return "gloo"
+
+    def tensor_to_device(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, complete when this returns."""
+        # Blocking: a copy from a GPU that does not block returns before the bytes are there.
+        return tensor.to(self.torch_device)
 
     def stream(self) -> Stream:
         """A stream that is always idle."""

@@ -35,7 +35,7 @@ class CUDAEvent:
 
     def query(self) -> bool:
         """Whether the marked work is done."""
-        return bool(self.raw.query())
+        return bool(self.raw.query())  # type: ignore[no-untyped-call]  # torch has no types here
 
     def elapsed_ms(self, end: Self) -> float:
         """Milliseconds of device time from this mark to `end`."""
@@ -105,12 +105,13 @@ class CUDADevice(Device):
 
     @property
     def dist_backend(self) -> str:
-        """nccl."""
+        """Always `nccl`."""
         return "nccl"
 
     def stream(self) -> Stream:
         """A new stream on this device."""
-        return CUDAStream(torch.cuda.Stream(self.torch_device))
+        raw = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]  # as above
+        return CUDAStream(raw)
 
     def current_stream(self) -> Stream:
         """The stream on which work is queued now."""
@@ -118,7 +119,8 @@ class CUDADevice(Device):
 
     def event(self, *, timing: bool = False) -> Event:
         """A new event."""
-        return CUDAEvent(torch.cuda.Event(enable_timing=timing))
+        raw = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]  # as above
+        return CUDAEvent(raw)
 
     def synchronize(self) -> None:
         """Block the calling thread until all work on this device is done."""
