@@ -145,9 +145,14 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Measurements, printed: what a trace call costs, how fast the engine trains."""
-    install(session, *PACKAGES, groups=["test"])
-    session.run("pytest", "tests/benchmarks", "--capture=no", *session.posargs)
+    """Measurements, printed: all of tests/benchmarks, or one (-- tracing) with its options."""
+    install(session, *PACKAGES)
+    name, *options = session.posargs or ["*"]
+    scripts = sorted(Path("tests/benchmarks").glob(f"bench_{name}.py"))
+    if not scripts:
+        session.error(f"No tests/benchmarks/bench_{name}.py.")
+    for script in scripts:
+        session.run("python", str(script), *options)
 
 
 def install(session: nox.Session, *packages: str, groups: list[str] | None = None) -> None:
