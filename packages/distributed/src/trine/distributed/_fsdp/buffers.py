@@ -1,0 +1,60 @@
+"""Communication buffers, kept for the next collective of the same size.
+
+Note [Buffers outlive the call that made them]
+    A buffer handed to an asynchronous collective belongs to it until its `wait` has
+    returned. Whoever acquires a buffer releases it after the wait and after the last
+    copy out of it has been issued, never before. On a device with streams all these are
+    issued on the current stream, and a later collective on the buffer waits for that
+    stream first, so the release needs no event of its own.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+__all__ = ["BufferPool"]
+
+
+class BufferPool:
+    """Lends flat buffers and keeps a bounded amount of returned ones.
+
+    First touch of fresh memory costs about as much as a transfer, so equal layers should
+    take turns on the same buffers. What does not fit the bound is freed, oldest first.
+
+    Args:
+        keep_nbytes: how many bytes of idle buffers to keep; None for twice the largest
+            buffer asked for so far, which lets gathering and reducing of equal layers
+            overlap without a fresh allocation.
+    """
+
+    def __init__(self, keep_nbytes: int | None = None) -> None:
+        self._keep_nbytes = keep_nbytes
+        self._largest_nbytes = 0
+        self._idle: list[Tensor] = []
+        self._idle_nbytes = 0
+
+    def acquire(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A contiguous tensor of undefined content, the caller's until `release`."""
+        numel = prod(shape)
+        for position in range(len(self._idle) - 1, -1, -1):
+            flat = self._idle[position]
+            if flat.numel() == numel and flat.dtype is dtype and flat.device == device:
+                del self._idle[position]
+                self._idle_nbytes -= flat.nbytes
+                return flat.view(shape)
+        # Not an inference tensor, even if the first forward is one: it outlives it.
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Take a buffer back. The caller must not use it, nor a view of it, afterwards."""
+        flat = buffer.view(-1)
+        self._largest_nbytes = max(self._largest_nbytes, flat.nbytes)
+        keep = 2 * self._largest_nbytes if self._keep_nbytes is None else self._keep_nbytes
+        self._idle.append(flat)
+        self._idle_nbytes += flat.nbytes
+        while self._idle_nbytes > keep:
+            self._idle_nbytes -= self._idle.pop(0).nbytes

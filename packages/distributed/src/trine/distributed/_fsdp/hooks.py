@@ -1,0 +1,116 @@
+"""The only file that registers anything on modules or on the autograd graph.
+
+A hook finds its schedule, tells it what happens and, where needed, changes its arguments.
+
+Note [Where a module's backward begins and ends]
+    It begins when a gradient reaches one of the module's outputs: a hook on each of them.
+    It ends when the gradients of all its inputs are known. An input may serve other modules
+    too, and its full gradient come much later; so the module computes with an alias of each
+    input, and the hook sits on the alias. Autograd runs the alias's node after all nodes
+    that were made later, in the module, and gradients of parameters before everything else.
+    A module none of whose inputs needs a gradient has no such end; `end_backward` serves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from trine.core.batches import map_tensors, tensors_of
+from trine.distributed._fsdp import root
+from trine.distributed._fsdp.precision import cast_floating
+from trine.distributed._fsdp.schedule import Schedule
+from trine.distributed._fsdp.state import FSDPState
+from trine.distributed._fsdp.torch_internals import call_after_backward, in_backward
+
+__all__ = ["install"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def install(state: FSDPState) -> None:
+    """Wire a sharded module to its schedule."""
+    module = state.module
+    module.register_forward_pre_hook(partial(_pre_forward, state), prepend=True, with_kwargs=True)
+    module.register_forward_hook(partial(_post_forward, state))
+    for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+        register(partial(_show_sharded, state))  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _pre_forward(
+    state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    schedule = root.schedule_of(state)
+    if schedule.in_backward and not in_backward():
+        schedule.reset()  # the last backward raised and never ended
+    if root.is_root(state):
+        schedule.begin_forward()
+    for group in state.groups:
+        schedule.pre_forward(group)
+    policy = state.policy
+    if policy.param_dtype is not None and policy.cast_forward_inputs:
+        args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+    if state.groups and torch.is_grad_enabled():
+        args, kwargs = _watch_inputs(args, kwargs, partial(_post_backward, state, schedule))
+    return args, kwargs
+
+
+def _post_forward(state: FSDPState, module: nn.Module, args: Args, output: Any) -> Any:
+    schedule = root.schedule_of(state)
+    grads_wanted = torch.is_grad_enabled()
+    for group in state.groups:
+        schedule.post_forward(group, grads_wanted=grads_wanted)
+    if state.policy.output_dtype is not None:
+        output = cast_floating(output, state.policy.output_dtype)
+    if grads_wanted and state.groups:
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                _on_grad(tensor, partial(_pre_backward, state, schedule))
+    return output
+
+
+def _pre_backward(state: FSDPState, schedule: Schedule, grad: Tensor) -> None:
+    for group in state.groups:
+        if schedule.pre_backward(group):
+            call_after_backward(schedule.end_backward)
+
+
+def _post_backward(state: FSDPState, schedule: Schedule, _: object) -> None:
+    for group in state.groups:
+        schedule.post_backward(group)
+
+
+def _watch_inputs(
+    args: Args, kwargs: Kwargs, when_known: Callable[[object], None]
+) -> tuple[Args, Kwargs]:
+    """Inputs that need a gradient as aliases; `when_known` is called once all theirs are."""
+    aliases: list[Tensor] = []
+
+    def alias(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        aliases.append(tensor.view_as(tensor))
+        return aliases[-1]
+
+    args, kwargs = map_tensors((args, kwargs), alias)
+    if len(aliases) == 1:
+        _on_grad(aliases[0], when_known)
+    elif aliases:
+        register_multi_grad_hook(aliases, when_known)
+    return args, kwargs
+
+
+def _on_grad(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
+    tensor.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _show_sharded(state: FSDPState, *_: object) -> None:
+    """State dicts hold the sharded parameters, whatever the module computes with now."""
+    for group in state.groups:
+        group.reshard()

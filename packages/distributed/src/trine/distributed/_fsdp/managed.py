@@ -1,0 +1,99 @@
+"""Which parameters one call of `fully_shard` owns, and which it must refuse.
+
+A call owns the parameters of its module's tree except those of modules that an earlier
+call took. Shared parameters inside one call are one parameter with several slots.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trine.distributed._fsdp.param import Slot
+from trine.distributed._fsdp.state import state_of
+from trine.distributed._fsdp.torch_internals import module_parameters
+
+__all__ = ["ManagedParam", "managed_params", "note_sharded"]
+
+
+class ManagedParam:
+    """A parameter to shard: the tensor, all its slots, its name below the module."""
+
+    def __init__(self, param: nn.Parameter, fqn: str, slot: Slot) -> None:
+        self.param = param
+        self.fqn = fqn
+        self.slots = [slot]
+
+
+# Whole parameters that were sharded, while anyone still holds them. A module outside the
+# call that still holds one would train a copy of its own.
+_sharded_originals: weakref.WeakKeyDictionary[nn.Parameter, str] = weakref.WeakKeyDictionary()
+
+
+def note_sharded(param: nn.Parameter, fqn: str) -> None:
+    """Remember that this whole parameter has been replaced by a sharded one."""
+    _sharded_originals[param] = fqn
+
+
+def managed_params(module: nn.Module) -> list[ManagedParam]:
+    """The parameters that `fully_shard(module)` owns, in the order of `named_parameters`.
+
+    Raises:
+        ValueError: if the module has no parameters, one of them is 0-dim, or one is shared
+            with a module that has been sharded by another call.
+        NotImplementedError: if one is a DTensor already.
+    """
+    if next(module.parameters(), None) is None:
+        raise ValueError(
+            f"fully_shard got a {type(module).__name__}, which has no parameters to shard. "
+            "Call it on the modules that have some, and on their parent."
+        )
+    found: dict[nn.Parameter, ManagedParam] = {}
+    for prefix, owner in _unmanaged_modules(module, ""):
+        for name, param in module_parameters(owner).items():
+            if param is None:
+                continue
+            fqn = f"{prefix}.{name}" if prefix else name
+            known = found.get(param)
+            if known is not None:
+                known.slots.append(Slot(owner, name))
+                continue
+            _check(param, fqn)
+            found[param] = ManagedParam(param, fqn, Slot(owner, name))
+    return list(found.values())
+
+
+def _unmanaged_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[nn.Module] = set()
+
+    def walk(node: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if node in seen or (node is not module and state_of(node) is not None):
+            return
+        seen.add(node)
+        yield name, node
+        for child_name, child in node.named_children():
+            yield from walk(child, f"{name}.{child_name}" if name else child_name)
+
+    return walk(module, prefix)
+
+
+def _check(param: nn.Parameter, fqn: str) -> None:
+    if param in _sharded_originals:
+        raise ValueError(
+            f"{fqn} is shared with {_sharded_originals[param]}, which another call of "
+            "fully_shard has sharded already: the two would train apart. Shard the modules "
+            "that share a parameter in one call, on a module that contains them all."
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"{fqn} is a DTensor on {param.device_mesh}: sharding parameters that are "
+            "distributed already (tensor parallel) is not implemented yet."
+        )
+    if param.dim() == 0:
+        raise ValueError(
+            f"{fqn} is a 0-dim parameter and has no rows to shard. Make it 1-D with one "
+            "element: nn.Parameter(value.reshape(1))."
+        )

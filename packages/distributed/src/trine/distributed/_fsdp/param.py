@@ -1,0 +1,213 @@
+"""The tensors of one sharded parameter, and the slots on modules that show one of them.
+
+A parameter has three faces:
+
+* `sharded`, a DTensor parameter over this rank's rows. The optimizer, state dicts and
+  the user see this one. It is made once and keeps its identity.
+* `local`, the plain tensor inside it: a view of the group's flat shard buffer.
+* `unsharded`, a plain parameter over the gathered storage, made once too, in the module's
+  slot while the module computes. Autograd saves it; its storage is emptied and refilled.
+
+This module moves faces in and out of slots and takes gradients off; it does not
+communicate and owns no buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trine.distributed._fsdp.layout import ShardLayout
+from trine.distributed._fsdp.torch_internals import (
+    local_tensor,
+    module_parameters,
+    set_local_tensor,
+)
+
+__all__ = ["ShardedParam", "Slot", "as_dtensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place in which a module keeps a parameter."""
+
+    module: nn.Module
+    name: str
+
+    def get(self) -> nn.Parameter | None:
+        """What is there now."""
+        return module_parameters(self.module).get(self.name)
+
+
+def as_dtensor(local: Tensor, layout: ShardLayout, mesh: DeviceMesh) -> DTensor:
+    """`local` as this rank's rows of a tensor sharded along dim 0; memory is shared."""
+    shape = torch.Size(layout.shape)
+    with torch.no_grad():
+        return DTensor.from_local(
+            local,
+            mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=shape,
+            stride=_contiguous_stride(shape),
+        )
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+class ShardedParam:
+    """One parameter, cut over the ranks of a 1-D mesh.
+
+    Args:
+        param: the whole parameter, equal on every rank; not changed.
+        slots: where it stands; several if it is tied.
+        mesh: the ranks it is cut over.
+        fqn: its name for messages.
+
+    Attributes:
+        layout: how it is cut.
+        sharded: what the user sees. Put into the slots by `show_sharded`.
+        local: what `sharded` held when the group last looked; see `moved`.
+        unsharded: what the module computes with; None until `bind`.
+    """
+
+    def __init__(
+        self, param: nn.Parameter, slots: Sequence[Slot], mesh: DeviceMesh, fqn: str
+    ) -> None:
+        self.slots = tuple(slots)
+        self.fqn = fqn
+        self.mesh = mesh
+        self.layout = ShardLayout(tuple(param.shape), mesh.size())
+        first, end = self.layout.rows_of(mesh.get_local_rank())
+        with torch.no_grad():
+            rows = param.detach()[first:end]
+            if not rows.is_meta:
+                # A copy even where the slice is the whole: the original must be freeable.
+                rows = rows.to(mesh.device_type, copy=True).contiguous()
+        self._set_sharded(
+            nn.Parameter(as_dtensor(rows, self.layout, mesh), requires_grad=param.requires_grad)
+        )
+        for name, value in vars(param).items():
+            setattr(self.sharded, name, value)
+        self.unsharded: nn.Parameter | None = None
+        self._kept_grad: Tensor | None = None
+
+    def _set_sharded(self, sharded: nn.Parameter) -> None:
+        self.sharded = sharded
+        self.local = local_tensor(self._dtensor)
+
+    @property
+    def _dtensor(self) -> DTensor:
+        # `sharded` is a Parameter and a DTensor; no type says both.
+        return cast(DTensor, self.sharded)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the parameter is stored and optimized."""
+        return self.local.dtype
+
+    @property
+    def moved(self) -> bool:
+        """Whether someone exchanged the parameter or its memory since `bind`."""
+        return (
+            local_tensor(self._dtensor) is not self.local or self.slots[0].get() is not self.sharded
+        )
+
+    def refresh(self) -> None:
+        """Accept what stands in the slot now, after `moved`.
+
+        Raises:
+            ValueError: if that is not this parameter sharded as before.
+        """
+        found = self.slots[0].get()
+        if found is not self.sharded:
+            if (
+                not isinstance(cast(object, found), DTensor)
+                or found is None
+                or (found.shape != self.sharded.shape)
+            ):
+                what = "nothing" if found is None else f"a {type(found).__name__} {found.shape}"
+                raise ValueError(
+                    f"{self.fqn} was replaced by {what}; expected a DTensor of shape "
+                    f"{tuple(self.sharded.shape)} sharded like the one before. Replace "
+                    "parameters before fully_shard, or load values into them in place."
+                )
+            self._set_sharded(cast(nn.Parameter, found))
+            self.show_sharded()
+        else:
+            self.local = local_tensor(self._dtensor)
+        expected = self.layout.shape_of(self.mesh.get_local_rank())
+        if tuple(self.local.shape) != expected:
+            raise ValueError(
+                f"{self.fqn} holds rows of shape {tuple(self.local.shape)} on rank "
+                f"{self.mesh.get_local_rank()}; expected {expected} of {self.layout.shape}."
+            )
+
+    def bind(self, local: Tensor, unsharded: Tensor) -> None:
+        """Move the rows into the group's buffer, and compute with `unsharded` from now on.
+
+        Args:
+            local: a view of the shard buffer with the shape of this rank's rows;
+                overwritten with them.
+            unsharded: a view of the gathered storage with the whole shape.
+        """
+        with torch.no_grad():
+            local.copy_(self.local)
+        if set_local_tensor(self._dtensor, local):
+            self.local = local
+        self.unsharded = nn.Parameter(unsharded, requires_grad=self.sharded.requires_grad)
+        for name, value in vars(self.sharded).items():
+            if name not in ("_local_tensor", "_spec"):
+                setattr(self.unsharded, name, value)
+
+    def show_sharded(self) -> None:
+        """Put the sharded face into the slots."""
+        sharded = self.sharded
+        for slot in self.slots:
+            module_parameters(slot.module)[slot.name] = sharded
+
+    def show_unsharded(self) -> None:
+        """Put the whole face into the slots; it follows the sharded one's `requires_grad`."""
+        unsharded, requires_grad = self.unsharded, self.sharded.requires_grad
+        assert unsharded is not None
+        if unsharded.requires_grad is not requires_grad:
+            unsharded.requires_grad_(requires_grad)
+        for slot in self.slots:
+            module_parameters(slot.module)[slot.name] = unsharded
+
+    def keep_grad(self, dtype: torch.dtype) -> None:
+        """Put the gradient aside in `dtype` until a later backward reduces it."""
+        unsharded = self.unsharded
+        assert unsharded is not None
+        grad = unsharded.grad
+        if grad is None or grad.dtype is dtype:
+            return  # autograd accumulates in place
+        unsharded.grad = None
+        if self._kept_grad is None:
+            self._kept_grad = grad.to(dtype)
+        else:
+            self._kept_grad.add_(grad)
+
+    def take_grad(self) -> Tensor | None:
+        """The whole gradient accumulated on this rank, which then is forgotten."""
+        unsharded = self.unsharded
+        assert unsharded is not None
+        grad, kept = unsharded.grad, self._kept_grad
+        unsharded.grad = None
+        self._kept_grad = None
+        if kept is None:
+            return grad
+        return kept if grad is None else kept.add_(grad)

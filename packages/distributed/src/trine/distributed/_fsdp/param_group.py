@@ -1,0 +1,399 @@
+"""ParamGroup: the parameters that are gathered and reduced together. It acts, never decides.
+
+All parameters of a group have one dtype, one mesh and one policy, so one flat buffer and
+one collective serve them all. The schedule calls `unshard`, `wait_for_unshard`, `reshard`,
+`reduce_grads`, `finish_reduce` and `reset`; each does what it says whatever came before,
+and nothing where there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from trine.core import tracing
+from trine.core.errors import TrineError
+from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
+from trine.distributed._fsdp.grads import ShardedGrads
+from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.param import ShardedParam
+from trine.distributed._fsdp.policies import MixedPrecisionPolicy
+from trine.distributed._fsdp.torch_internals import chunk_cat
+
+__all__ = ["CommError", "ParamGroup"]
+
+T = TypeVar("T")
+
+
+class CommError(TrineError):
+    """A collective of the engine failed: usually another rank has gone."""
+
+
+class _Storage(Enum):
+    """What the gathered storage holds."""
+
+    EMPTY = "empty"
+    FILLING = "filling"
+    WHOLE = "whole"
+
+
+@dataclass
+class _Transfer:
+    """A collective under way, and what to report when it is over."""
+
+    name: str
+    nbytes: int
+    start_ns: int
+
+
+@dataclass
+class _Gather(_Transfer):
+    pending: Pending
+    out: Tensor
+
+
+@dataclass
+class _Reduction(_Transfer):
+    pending: PendingReduce
+    params: list[ShardedParam]
+    used: list[bool]
+    layout: GroupLayout
+
+
+class _OptimizerSteps:
+    """Counts optimizer steps in this process: after one, gathered parameters are old."""
+
+    count = 0
+    _registered = False
+
+    @classmethod
+    def watch(cls) -> None:
+        """Start to count, once."""
+        if not cls._registered:
+            cls._registered = True
+            register_optimizer_step_post_hook(cls._stepped)
+
+    @classmethod
+    def _stepped(cls, *_: object) -> None:
+        cls.count += 1
+
+
+class ParamGroup:
+    """Parameters gathered by one all-gather and reduced by one reduce-scatter.
+
+    Args:
+        params: at least one, all of one dtype.
+        mesh: the ranks they are cut over.
+        comm: collectives over the mesh's group.
+        policy: dtypes to gather and reduce in.
+
+    Attributes:
+        name: full name of the module whose parameters these are; set when the root is known.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: DeviceMesh,
+        comm: Comm,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.params = list(params)
+        self.mesh = mesh
+        self.comm = comm
+        self.policy = policy
+        self.name = "(root)"
+        self.layout = GroupLayout([param.layout for param in self.params])
+        self._holds = _Storage.EMPTY
+        self._gather: _Gather | None = None
+        self._reduction: _Reduction | None = None
+        self._reduce_layouts: dict[tuple[bool, ...], GroupLayout] = {}
+        self._grads: dict[tuple[bool, ...], ShardedGrads] = {}
+        self._gathered_at = -1
+        self._flat: Tensor | None = None
+        _OptimizerSteps.watch()
+        for param in self.params:
+            param.show_sharded()
+        if not any(param.local.is_meta for param in self.params):
+            self._allocate()
+
+    # --- buffers ----------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        """Lay the shards into one flat buffer and make the gathered storage."""
+        dtypes = {param.dtype for param in self.params}
+        if len(dtypes) != 1:
+            names = ", ".join(f"{param.fqn}: {param.dtype}" for param in self.params)
+            raise ValueError(
+                f"The parameters of one group must have one dtype; now they have {names}. "
+                "Cast all of them, or none."
+            )
+        dtype = dtypes.pop()
+        floating = dtype.is_floating_point
+        self._gather_dtype = (self.policy.param_dtype or dtype) if floating else dtype
+        self._reduce_dtype = self.policy.reduce_dtype or self._gather_dtype
+        device = self.params[0].local.device
+        ranks, layout = self.comm.world_size, self.layout
+        with torch.inference_mode(False), torch.no_grad():
+            flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+            whole = torch.empty(ranks * layout.shard_numel, dtype=self._gather_dtype, device=device)
+            self._padded = []
+            for param, offset, numel in zip(
+                self.params, layout.offsets, layout.chunk_numels, strict=True
+            ):
+                rows = param.layout.shape_of(self.comm.rank)
+                local = flat[offset : offset + prod(rows)].view(rows)
+                start = ranks * offset
+                padded = _view(whole, start, (ranks, numel))
+                param.bind(local, _view(whole, start, param.layout.shape))
+                self._padded.append(padded)
+        self._flat = flat
+        self._whole = whole.untyped_storage()
+        self._whole_nbytes = self._whole.nbytes()
+        self._whole.resize_(0)
+        self._grads.clear()
+
+    def _buffer(self) -> Tensor:
+        """The flat shard buffer, rebuilt if a parameter was exchanged, cast or moved."""
+        if self._flat is None or any(param.moved for param in self.params):
+            for param in self.params:
+                param.refresh()
+            self.check_materialized()
+            self._allocate()
+        assert self._flat is not None
+        return self._flat
+
+    def meta_names(self) -> list[str]:
+        """The parameters that have no memory yet."""
+        found = []
+        for param in self.params:
+            value = param.slots[0].get()
+            if value is not None and value.is_meta:
+                found.append(param.fqn)
+        return found
+
+    def check_materialized(self) -> None:
+        """Refuse parameters on the meta device.
+
+        Raises:
+            RuntimeError: naming them.
+        """
+        names = self.meta_names()
+        if names:
+            raise RuntimeError(
+                f"These parameters are on the meta device and hold no values: {', '.join(names)}. "
+                f"Give them memory with model.to_empty(device='{self.mesh.device_type}') and "
+                "values by initializing or loading, then run forward."
+            )
+
+    # --- gathering --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Start to gather the parameters."""
+        if self._holds is not _Storage.EMPTY:
+            if self._holds is _Storage.FILLING or self._gathered_at == _OptimizerSteps.count:
+                return
+            self.reshard()
+        flat = self._buffer()
+        start_ns = time.perf_counter_ns() if tracing.enabled else 0
+        out = self.comm.pool.acquire(
+            (self.comm.world_size, flat.numel()), self._gather_dtype, flat.device
+        )
+        if flat.dtype is self._gather_dtype:
+            shard = flat
+        else:
+            shard = out[self.comm.rank]
+            shard.copy_(flat)
+        pending = self._guarded("all_gather", lambda: self.comm.all_gather(out, shard))
+        self._gather = _Gather("all_gather", self._sent(out), start_ns, pending, out)
+        self._gathered_at = _OptimizerSteps.count
+        self._holds = _Storage.FILLING
+
+    @torch.no_grad()
+    def wait_for_unshard(self) -> None:
+        """Have the whole parameters in the modules' slots; gathers if nobody has started to."""
+        if self._holds is _Storage.WHOLE:
+            return
+        if self._holds is _Storage.EMPTY:
+            self.unshard()
+        gather = self._gather
+        assert gather is not None
+        self._wait(gather, gather.pending)
+        self._gather = None
+        with tracing.span("copy_out", "mem", self.name):
+            self._whole.resize_(self._whole_nbytes)
+            torch.split_with_sizes_copy(
+                gather.out, self.layout.chunk_numels, dim=1, out=self._padded
+            )
+        self.comm.pool.release(gather.out)
+        for param in self.params:
+            param.show_unsharded()
+        self._holds = _Storage.WHOLE
+
+    def reshard(self) -> None:
+        """Free the whole parameters and put the sharded ones into the slots."""
+        if self._holds is _Storage.EMPTY:
+            return
+        if self._holds is _Storage.FILLING:
+            self.wait_for_unshard()  # a prefetch that nobody used: its buffer must return
+        for param in self.params:
+            param.show_sharded()
+        self._whole.resize_(0)
+        self._holds = _Storage.EMPTY
+
+    # --- reducing ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def keep_grads(self) -> None:
+        """Leave the gradients of this backward on this rank, for a later one to reduce."""
+        if self._flat is None:
+            return
+        for param in self.params:
+            param.keep_grad(self._reduce_dtype)
+
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Start to reduce the gradients over ranks.
+
+        Every rank must call it for the same groups in the same order, whether or not it
+        has gradients: one that is absent here counts as zero, and a parameter that no rank
+        has used gets none. See Note [Used somewhere].
+        """
+        if self._flat is None:
+            return
+        assert self._reduction is None, "reduce_grads before finish_reduce"
+        key = tuple(param.sharded.requires_grad for param in self.params)
+        params = [param for param, wanted in zip(self.params, key, strict=True) if wanted]
+        if not params:
+            return
+        layout = self._reduce_layouts.get(key)
+        if layout is None:
+            layout = GroupLayout([param.layout for param in params], extra=len(params))
+            self._reduce_layouts[key] = layout
+        start_ns = time.perf_counter_ns() if tracing.enabled else 0
+        ranks = self.comm.world_size
+        device = self._flat.device
+        grads: list[Tensor] = []
+        used: list[bool] = []
+        for param in params:
+            grad = param.take_grad()
+            used.append(grad is not None)
+            if grad is None:
+                zero = torch.zeros((), dtype=self._gather_dtype, device=device)
+                grad = zero.expand(param.layout.shape)
+            grads.append(grad)
+        if ranks == 1 and not any(used):
+            return
+        # Note [Used somewhere]
+        #     Behind its gradients each rank sends one number per parameter: 1 if it has used
+        #     it. Their mean is positive where any rank has, so ranks that used different
+        #     parameters agree without a collective of their own. Only a rank that misses a
+        #     gradient has to look.
+        marks = torch.tensor(used, dtype=grads[0].dtype, device=device).repeat(ranks)
+        rows = self.comm.pool.acquire((ranks, layout.part_numel), self._reduce_dtype, device)
+        chunk_cat([*grads, marks], ranks, rows)
+        del grads
+        pending = self._guarded("reduce_scatter", lambda: self.comm.reduce_scatter(rows))
+        self._reduction = _Reduction(
+            "reduce_scatter", self._sent(rows), start_ns, pending, params, used, layout
+        )
+
+    @torch.no_grad()
+    def finish_reduce(self) -> None:
+        """Wait for the reduction and give the parameters their gradients."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        self._wait(reduction, reduction.pending)
+        params = reduction.params
+        grads = self._grads_for(params, reduction.layout)
+        reduction.pending.mean_into(grads.flat)
+        used = reduction.used
+        if not all(used):
+            somewhere = grads.extra.tolist()
+            used = [here or mark > 0 for here, mark in zip(used, somewhere, strict=True)]
+        grads.hand_out(params, used)
+
+    def _grads_for(self, params: list[ShardedParam], layout: GroupLayout) -> ShardedGrads:
+        """A gradient buffer that nobody sees: the one of the last step if that is so."""
+        key = tuple(param.sharded.requires_grad for param in self.params)
+        grads = self._grads.get(key)
+        unset = all(param.sharded.grad is None for param in params)
+        if grads is not None and unset and grads.is_free():
+            return grads
+        grads = ShardedGrads(params, layout)
+        if unset:
+            self._grads = {key: grads}
+        return grads
+
+    def reset(self) -> None:
+        """Forget an iteration that broke off: drop its gradients, free what was gathered."""
+        if self._reduction is not None:
+            rest, self._reduction = self._reduction, None
+            rest.pending.wait()
+        for param in self.params:
+            if param.unsharded is not None:
+                param.take_grad()
+        self.reshard()
+
+    # --- reporting --------------------------------------------------------------------
+
+    def _sent(self, rows: Tensor) -> int:
+        """Bytes this rank sends when one row goes to every other rank."""
+        return rows[0].nbytes * (self.comm.world_size - 1)
+
+    def _wait(self, transfer: _Transfer, pending: Pending | PendingReduce) -> None:
+        if not tracing.enabled or not transfer.start_ns:
+            self._guarded(transfer.name, pending.wait)
+            return
+        blocked_ns = time.perf_counter_ns()
+        with tracing.span(f"wait {transfer.name}", "comm", self.name):
+            self._guarded(transfer.name, pending.wait)
+        now_ns = time.perf_counter_ns()
+        inner = pending.pending if isinstance(pending, PendingReduce) else pending
+        tracing.record_span(
+            transfer.name,
+            transfer.start_ns,
+            inner.done_ns or now_ns,
+            "comm",
+            self.name,
+            transfer.nbytes,
+            {
+                "exposed_ns": now_ns - blocked_ns,
+                "backend": self.comm.backend,
+                "dtype": str(
+                    self._gather_dtype if transfer.name == "all_gather" else self._reduce_dtype
+                ).removeprefix("torch."),
+            },
+        )
+
+    def _guarded(self, what: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise CommError(
+                f"{what} of {self.name} failed on rank {self.comm.rank} of "
+                f"{self.comm.world_size}: {error}\nUsually another rank raised or was killed; "
+                "look at the first rank that reported an error."
+            ) from error
+
+
+def _view(storage_of: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+    """A tensor of its own (no autograd view) over elements of another's storage."""
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    empty = torch.empty(0, dtype=storage_of.dtype, device=storage_of.device)
+    return empty.set_(storage_of.untyped_storage(), start, tuple(shape), tuple(reversed(stride)))

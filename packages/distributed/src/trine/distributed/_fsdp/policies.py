@@ -1,0 +1,64 @@
+"""What a user asks for: precision and offload policies. Frozen, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """The dtypes in which a sharded module computes and reduces.
+
+    The sharded parameters, their gradients and the optimizer keep the dtype in which the
+    model was made.
+
+    Attributes:
+        param_dtype: dtype of the gathered parameters, so of the computation and of the
+            all-gather; None for the parameters' own.
+        reduce_dtype: dtype in which gradients are sent for the reduction; None for
+            `param_dtype`. Sums of half types are formed in fp32.
+        output_dtype: dtype to which floating-point outputs of the module are cast; None
+            to leave them.
+        cast_forward_inputs: whether floating-point inputs of the module are cast to
+            `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(
+                    f"MixedPrecisionPolicy.{name} must be a torch.dtype or None, got {dtype!r}."
+                )
+            if not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name} must be a floating-point dtype, got {dtype}. "
+                    "Parameters of other dtypes are never cast."
+                )
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards live between uses. This base class: on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep sharded parameters, gradients and optimizer state in host memory.
+
+    Attributes:
+        pin_memory: whether host copies are pinned, for faster copies to the device.
+    """
+
+    pin_memory: bool = True

@@ -1,0 +1,52 @@
+"""What can only be known when a model is first used: its root, its names, its order.
+
+The module whose forward runs first is the root of all sharded modules below it: they get
+their full names and share one schedule. A sub-module that was used on its own before is
+taken over when its parent runs.
+"""
+
+from __future__ import annotations
+
+from trine.distributed._fsdp.buffers import BufferPool
+from trine.distributed._fsdp.schedule import Schedule
+from trine.distributed._fsdp.state import FSDPState, state_of
+
+__all__ = ["is_root", "schedule_of"]
+
+
+def schedule_of(state: FSDPState) -> Schedule:
+    """The schedule of a sharded module; makes it the root if it has none yet.
+
+    Raises:
+        RuntimeError: if parameters below it are on the meta device.
+    """
+    return state.schedule or _initialize(state)
+
+
+def is_root(state: FSDPState) -> bool:
+    """Whether the module is the outermost one that its schedule knows of."""
+    return state.name == "(root)"
+
+
+def _initialize(root: FSDPState) -> Schedule:
+    below = [
+        (name, state)
+        for name, module in root.module.named_modules()
+        if (state := state_of(module)) is not None
+    ]
+    for _, state in below:
+        for group in state.groups:
+            group.check_materialized()
+    # Nothing is changed before all checks have passed: the user may mend and try again.
+    schedule = Schedule()
+    pool = BufferPool()
+    for name, state in below:
+        if state.schedule is not None:
+            state.schedule.reshard_all()
+        state.schedule = schedule
+        state.name = name or "(root)"
+        for group in state.groups:
+            group.name = state.name
+            group.comm.pool = pool
+            schedule.add(group, state.settings, is_root=state is root)
+    return schedule

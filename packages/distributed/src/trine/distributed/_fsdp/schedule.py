@@ -1,0 +1,260 @@
+"""Schedule: the order in which groups gather, compute, reduce and free. It decides, only.
+
+No torch here. The schedule sees each group as a `Unit` and is told by the hooks what the
+program does; it answers by calling the units. Its decisions depend on nothing but these
+events, so ranks that run the same program make the same collectives in the same order.
+
+What a unit goes through, and the rows that are not obvious:
+
+| event | phase before | what happens | phase after |
+|---|---|---|---|
+| pre_forward | any, no backward running | gather, wait, prefetch the next | FORWARD |
+| pre_forward | any, backward running | gather, wait: a checkpoint recomputes | as before |
+| post_forward, gradients wanted | FORWARD | free, if so set | AWAITS_BACKWARD |
+| post_forward, none wanted | FORWARD | free, if so set | IDLE |
+| post_forward | any, backward running | stays whole for its own backward | as before |
+| pre_backward | any | gather, wait, prefetch the one before | BACKWARD |
+| post_backward | any | free, reduce or keep gradients | IDLE |
+| end_backward | AWAITS_BACKWARD, BACKWARD | post_backward for it; then finish all | IDLE |
+| reset | any | drop what an exception left | IDLE |
+
+`pre_backward` after IDLE is a second backward through a retained graph, or a module that
+was used twice; `pre_forward` after AWAITS_BACKWARD is a second forward. Both are lawful.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from trine.core import tracing
+
+__all__ = ["Phase", "Schedule", "Unit", "UnitSettings"]
+
+
+class Unit(Protocol):
+    """What the schedule asks of a parameter group."""
+
+    name: str
+
+    def unshard(self) -> None:
+        """Start to gather; nothing if it is gathered or on the way."""
+
+    def wait_for_unshard(self) -> None:
+        """Have it gathered and in place."""
+
+    def reshard(self) -> None:
+        """Free what was gathered; nothing if there is nothing."""
+
+    def reduce_grads(self) -> None:
+        """Start to reduce the gradients over ranks."""
+
+    def keep_grads(self) -> None:
+        """Leave the gradients for a later backward to reduce."""
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction and hand out the gradients."""
+
+    def reset(self) -> None:
+        """Forget an iteration that broke off."""
+
+
+class Phase(Enum):
+    """Where a unit is in its iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    AWAITS_BACKWARD = auto()
+    BACKWARD = auto()
+
+
+@dataclass
+class UnitSettings:
+    """What a user sets for the units of one module; shared between module and schedule.
+
+    Attributes:
+        reshard_after_forward: free after forward; None: free, unless it is the root.
+        reduces: whether a backward reduces gradients over ranks or keeps them here.
+    """
+
+    reshard_after_forward: bool | None = None
+    reduces: bool = True
+
+
+@dataclass(eq=False)
+class _Record:
+    unit: Unit
+    settings: UnitSettings
+    is_root: bool
+    phase: Phase = Phase.IDLE
+    calls: list[int] = field(default_factory=list)  # positions in this iteration's order
+
+    def reshards_after_forward(self, grads_wanted: bool) -> bool:
+        chosen = self.settings.reshard_after_forward
+        if chosen is None:
+            # The root's backward comes first, so it stays; without one there is no reason to.
+            return not (self.is_root and grads_wanted)
+        return chosen
+
+
+class Schedule:
+    """The order of one tree of units under a root.
+
+    Args:
+        prefetch: how many units to gather ahead.
+        open_reductions: how many reductions may be under way while backward goes on.
+    """
+
+    def __init__(self, *, prefetch: int = 1, open_reductions: int = 1) -> None:
+        self._prefetch = prefetch
+        self._open_reductions = open_reductions
+        self._records: dict[Unit, _Record] = {}
+        self._order: list[_Record] = []  # of this iteration, as far as it went
+        self._last_order: list[_Record] = []  # of the iteration before
+        self._reducing: list[_Record] = []
+        self.in_backward = False
+
+    def add(self, unit: Unit, settings: UnitSettings, *, is_root: bool) -> None:
+        """Take charge of a unit."""
+        self._records[unit] = _Record(unit, settings, is_root)
+
+    def phase_of(self, unit: Unit) -> Phase:
+        """Where a unit is now."""
+        return self._records[unit].phase
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """All units, in the order in which they were added."""
+        return list(self._records)
+
+    # --- forward ----------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The root's forward begins: what was learned of the order serves to prefetch."""
+        if self.in_backward:
+            return
+        if self._order:
+            self._last_order = self._order
+            self._order = []
+        for record in self._records.values():
+            record.calls.clear()
+
+    def pre_forward(self, unit: Unit) -> None:
+        """`unit` is about to compute."""
+        unit.unshard()
+        unit.wait_for_unshard()
+        if self.in_backward:
+            return
+        record = self._records[unit]
+        self._enter(record, Phase.FORWARD)
+        self._order.append(record)
+        self._prefetch_forward(record)
+
+    def _prefetch_forward(self, record: _Record) -> None:
+        # Only while this iteration goes as the one before: a guess would cost a gather.
+        position = len(self._order) - 1
+        last = self._last_order
+        if position < len(last) and last[position] is record:
+            for ahead in last[position + 1 : position + 1 + self._prefetch]:
+                ahead.unit.unshard()
+
+    def post_forward(self, unit: Unit, *, grads_wanted: bool) -> None:
+        """`unit` has computed; `grads_wanted` says whether a backward can follow."""
+        if self.in_backward:
+            return
+        record = self._records[unit]
+        if grads_wanted:
+            record.calls.append(len(self._order) - 1)
+        self._enter(record, Phase.AWAITS_BACKWARD if grads_wanted else Phase.IDLE)
+        if record.reshards_after_forward(grads_wanted):
+            unit.reshard()
+
+    # --- backward ---------------------------------------------------------------------
+
+    def pre_backward(self, unit: Unit) -> bool:
+        """A gradient has reached an output of `unit`.
+
+        Returns:
+            True if a backward pass begins with this; `end_backward` must follow when it ends.
+        """
+        begins = not self.in_backward
+        self.in_backward = True
+        record = self._records[unit]
+        if record.phase is not Phase.BACKWARD:
+            self._enter(record, Phase.BACKWARD)
+            unit.unshard()
+            unit.wait_for_unshard()
+            self._prefetch_backward(record)
+        return begins
+
+    def _prefetch_backward(self, record: _Record) -> None:
+        position = record.calls[-1] if record.calls else -1
+        ahead = 0
+        for before in reversed(self._order[: max(position, 0)]):
+            if ahead == self._prefetch:
+                break
+            if before.phase is Phase.AWAITS_BACKWARD:
+                before.unit.unshard()
+                ahead += 1
+
+    def post_backward(self, unit: Unit) -> None:
+        """The gradients of `unit`'s inputs are known, so those of its parameters are too."""
+        record = self._records[unit]
+        if record.calls:
+            record.calls.pop()
+        self._enter(record, Phase.AWAITS_BACKWARD if record.calls else Phase.IDLE)
+        unit.reshard()
+        if not record.settings.reduces:
+            unit.keep_grads()
+            return
+        if record in self._reducing:
+            self._finish(record)
+        unit.reduce_grads()
+        self._reducing.append(record)
+        while len(self._reducing) > self._open_reductions:
+            self._finish(self._reducing[0])
+
+    def _finish(self, record: _Record) -> None:
+        self._reducing.remove(record)
+        record.unit.finish_reduce()
+
+    def end_backward(self) -> None:
+        """The backward pass has ended: reduce what is left, hand out all gradients."""
+        for record in reversed(self._in_order_of_first_call()):
+            if record.phase in (Phase.AWAITS_BACKWARD, Phase.BACKWARD):
+                del record.calls[1:]
+                self.post_backward(record.unit)
+        while self._reducing:
+            self._finish(self._reducing[0])
+        for record in self._records.values():
+            record.calls.clear()
+            record.unit.reshard()  # gathered ahead for nothing, or for a second backward
+            self._enter(record, Phase.IDLE)
+        self.in_backward = False
+
+    def _in_order_of_first_call(self) -> list[_Record]:
+        seen = dict.fromkeys(self._order)
+        seen.update(dict.fromkeys(self._records.values()))
+        return list(seen)
+
+    def reset(self) -> None:
+        """Forget an iteration that an exception broke off."""
+        self._reducing.clear()
+        self._order.clear()
+        for record in self._records.values():
+            record.calls.clear()
+            record.unit.reset()
+            self._enter(record, Phase.IDLE)
+        self.in_backward = False
+
+    def reshard_all(self) -> None:
+        """Free everything that was gathered, so that the sharded parameters are in place."""
+        for unit in self._records:
+            unit.reshard()
+
+    def _enter(self, record: _Record, phase: Phase) -> None:
+        if tracing.enabled and record.phase is not phase:
+            tracing.instant(phase.name.lower(), "compute", record.unit.name)
+        record.phase = phase

@@ -1,0 +1,107 @@
+"""Every private name of torch that the engine uses, each with what happens without it.
+
+Nothing else in this package may touch a private name of torch. `tests/distributed/
+test_torch_internals.py` runs the engine with each of them missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "call_after_backward",
+    "chunk_cat",
+    "in_backward",
+    "local_tensor",
+    "module_parameters",
+    "set_local_tensor",
+    "storage_users",
+]
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Run `function` when the backward pass that is running now has finished.
+
+    The one private name without a fallback: autograd has no public way to learn that a
+    backward pass has ended. DDP relies on the same call.
+    """
+    Variable._execution_engine.queue_callback(function)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread is inside a backward pass.
+
+    Without torch's answer: yes, which is right for recomputation and costs the automatic
+    recovery after an exception in backward.
+    """
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    return ask is None or ask() != -1
+
+
+def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary in which a module keeps its own parameters, to exchange them quickly."""
+    return module._parameters
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """The tensor that `tensor` holds on this rank: the same object on every call.
+
+    Without the attribute a new view is made each time, so a comparison by identity fails
+    and the group copies its shards into place at every gather: right, but slower.
+    """
+    local: Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor.to_local().detach() if local is None else local
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> bool:
+    """Let `tensor` hold `local` from now on; False where that cannot be done."""
+    if getattr(tensor, "_local_tensor", None) is None:
+        return False
+    tensor._local_tensor = local
+    return True
+
+
+def storage_users(tensor: Tensor) -> int | None:
+    """How many tensors and other owners share `tensor`'s storage; None if torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return None
+    users: int = count(tensor.untyped_storage()._cdata)
+    return users
+
+
+def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
+    """Cut each tensor into `chunks` along dim 0, padded, and lay equal chunks side by side.
+
+    Args:
+        tensors: at least 1-D; cast to the dtype of `out` on the way.
+        chunks: how many.
+        out: shape (chunks, n), n the sum of the padded chunk sizes; overwritten, padding
+            with anything.
+    """
+    together = getattr(torch, "_chunk_cat", None)
+    if together is not None and all(tensor.dtype is out.dtype for tensor in tensors):
+        together(tensors, 0, chunks, out=out)
+        return
+    offset = 0
+    for tensor in tensors:
+        rows = -(-tensor.shape[0] // chunks)
+        row_numel = tensor[0].numel() if tensor.shape[0] else 0
+        numel = rows * row_numel
+        into = out[:, offset : offset + numel]
+        offset += numel
+        if numel == 0:
+            continue
+        full = tensor.shape[0] // rows
+        if full:
+            into[:full].view(full, rows, row_numel).copy_(
+                tensor[: full * rows].reshape(full, rows, row_numel)
+            )
+        rest = tensor.shape[0] - full * rows
+        if rest:
+            into[full, : rest * row_numel].copy_(tensor[full * rows :].reshape(-1))
