@@ -1,0 +1,11 @@
+"""The errors that trine-tools raises for its users."""
+
+from __future__ import annotations
+
+from trine.core.errors import TrineError
+
+__all__ = ["TraceFileError"]
+
+
+class TraceFileError(TrineError):
+    """A trace file cannot be read or written; the message says which one and why."""
