@@ -1,0 +1,298 @@
+"""Start ranks as processes of this machine, hear from each, and leave none behind.
+
+The launching process hosts the store in which the ranks meet, on a port that the
+system chooses, so that launches never compete for one. It must never wait without a
+bound for a rank that was told to stop, and never hide the first failure behind the
+ones that followed from it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, resource_tracker
+from multiprocessing.context import BaseContext
+from multiprocessing.process import current_process
+from typing import Any
+
+import torch.distributed as dist
+
+from trine.core import TrineError
+from trine.distributed._rank_main import (
+    STACKS_SIGNAL,
+    Assignment,
+    BodyReference,
+    Failed,
+    Finished,
+    rank_main,
+)
+
+__all__ = ["RanksFailed", "launch", "most_ranks"]
+
+_GRACE_S = 1.0  # for the ranks that fail because another one did
+_STOP_S = 1.0  # between asking a rank to end and killing it
+_STACKS_S = 1.0  # for a rank to write where it stands
+_LEAVE_S = 5.0  # for a rank that has reported to leave by itself
+_MEMORY_PER_RANK = 256 * 2**20  # a process that has imported torch, before any model
+_RANKS_PER_CORE = 16
+
+
+class RanksFailed(TrineError):
+    """At least one rank gave no result; reading the message from its top finds the cause.
+
+    Attributes:
+        rank: the rank that failed first.
+        reason: what happened to it, in one line.
+        traceback: its traceback, or its stacks when it ran out of time; may be empty.
+        others: what happened to the other ranks, one line each.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, reason: str, traceback: str, others: dict[int, str]
+    ) -> None:
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+        self.others = others
+        lines = [f"Rank {rank} of {world_size} {reason}"]
+        if traceback:
+            lines += ["", traceback.rstrip(), ""]
+        lines += [f"Rank {other} {what}" for other, what in sorted(others.items())]
+        super().__init__("\n".join(lines))
+
+
+def most_ranks() -> int:
+    """How many ranks this machine can run at most, by its cores and its memory."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min((os.cpu_count() or 1) * _RANKS_PER_CORE, memory // _MEMORY_PER_RANK))
+
+
+def launch(
+    body: Callable[..., Any],
+    world_size: int,
+    args: Sequence[object],
+    *,
+    backend: str,
+    timeout_s: float | None,
+) -> list[Any]:
+    """Run `body(*args)` on every rank; see `trine.distributed.testing.run_on_ranks`."""
+    if not 1 <= world_size <= most_ranks():
+        raise ValueError(
+            f"{world_size} ranks were asked for, but this machine ({os.cpu_count()} cores) runs "
+            f"1 to {most_ranks()}. Ask for fewer, or spread them over machines with torchrun."
+        )
+    if getattr(current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "A rank reached the launch of its own ranks while it imported the main script. "
+            'Put the launch under `if __name__ == "__main__":`.'
+        )
+    reference = BodyReference.to(body)
+    pickled = pickle.dumps(tuple(args))
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs miss it
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
+    ranks: list[_Rank] = []
+    try:
+        with _interrupts_held():
+            context = _context()
+            for rank in range(world_size):
+                environ = _environ(rank, world_size, store.port)
+                ranks.append(_Rank(rank, context, Assignment(reference, pickled, backend, environ)))
+        _hear(ranks, timeout_s)
+        _raise_failures(ranks, timeout_s)
+        return [rank.result() for rank in ranks]
+    finally:
+        with _interrupts_held():
+            _end(ranks)
+
+
+class _Rank:
+    """One rank, seen from the launching process."""
+
+    def __init__(self, rank: int, context: BaseContext, assignment: Assignment) -> None:
+        self.rank = rank
+        self.outcome: Finished | Failed | None = None
+        self._reports, reports = context.Pipe(duplex=False)
+        self._stacks, stacks = context.Pipe(duplex=False)
+        # Not a daemon: bodies may start processes of their own, such as data loaders.
+        self.process = context.Process(  # type: ignore[attr-defined]  # each kind of context has it
+            target=rank_main, args=(assignment, reports, stacks), name=f"rank {rank}"
+        )
+        self.process.start()
+        reports.close()
+        stacks.close()
+
+    def waitables(self) -> list[Any]:
+        """What becomes ready when there is news of a rank that has no outcome yet."""
+        return [self.process.sentinel, self._reports] if not self._reports.closed else []
+
+    def hear(self) -> None:
+        """Take the report if there is one; note the end of a rank that left without."""
+        try:
+            # The end is looked at first: a report sent before it is then surely here.
+            ended = not self.process.is_alive()
+            if self._reports.poll():
+                self.outcome = self._reports.recv()
+            elif not ended:
+                return
+        except (EOFError, ConnectionError):
+            self.process.join(_STOP_S)
+        if self.outcome is None:
+            # Others fail because this one is gone, and may say so before it is noticed.
+            at_ns = time.monotonic_ns() - 200_000_000
+            self.outcome = Failed(at_ns, _how_it_ended(self.process.exitcode), "")
+        self._reports.close()
+
+    def result(self) -> Any:
+        """What the body returned."""
+        assert isinstance(self.outcome, Finished)
+        return pickle.loads(self.outcome.result)
+
+    def ask_for_stacks(self) -> None:
+        """Make the rank write where it stands."""
+        if self.process.is_alive():
+            os.kill(self.process.pid, STACKS_SIGNAL)
+
+    def read_stacks(self) -> str:
+        """What it wrote, without the thread that only watches this process."""
+        text = b""
+        while self._stacks.poll(0.0 if text else _STACKS_S):
+            chunk = os.read(self._stacks.fileno(), 2**16)
+            if not chunk:
+                break
+            text += chunk
+            time.sleep(0.02)  # faulthandler writes line by line
+        blocks = text.decode(errors="replace").split("\n\n")
+        return "\n\n".join(b for b in blocks if "_end_with_launching_process" not in b)
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self._reports.close()
+        self._stacks.close()
+        self.process.close()
+
+
+def _context() -> BaseContext:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # The server imports this once (seconds), each rank is then a fork of it (50 ms).
+    context.set_forkserver_preload(["trine.distributed._rank_main", "trine.distributed.fsdp"])
+    return context
+
+
+def _environ(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set, plus a network interface that is always there."""
+    environ = dict(os.environ)
+    environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: rank 0 opens none
+    }
+    return environ
+
+
+def _loopback() -> str:
+    names = {name for _, name in socket.if_nameindex()}
+    return "lo0" if "lo0" in names else "lo"
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let Ctrl-C wait until the block is over.
+
+    The processes started meanwhile inherit this, so none of them is hit by a Ctrl-C
+    before it has said how to take it.
+    """
+    resource_tracker.ensure_running()  # starting it later would release the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _hear(ranks: list[_Rank], timeout_s: float | None) -> None:
+    """Wait until every rank has an outcome, time is up, or a failure has had its grace."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    failed = False
+    while waiting := [rank for rank in ranks if rank.outcome is None]:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        connection.wait([w for rank in waiting for w in rank.waitables()], left)
+        for rank in waiting:
+            rank.hear()
+        if not failed and any(isinstance(rank.outcome, Failed) for rank in ranks):
+            failed = True
+            grace_ends = time.monotonic() + _GRACE_S
+            deadline = grace_ends if deadline is None else min(deadline, grace_ends)
+
+
+def _raise_failures(ranks: list[_Rank], timeout_s: float | None) -> None:
+    failures = {r.rank: r.outcome for r in ranks if isinstance(r.outcome, Failed)}
+    running = [rank for rank in ranks if rank.outcome is None]
+    others = {r.rank: "finished." for r in ranks if isinstance(r.outcome, Finished)}
+    if failures:
+        others |= {rank.rank: "was still running and was stopped." for rank in running}
+        order = sorted(failures, key=lambda rank: failures[rank].at_ns)
+        others |= {rank: f"failed later: {failures[rank].summary}" for rank in order[1:]}
+        first = failures[order[0]]
+        reason = f"failed: {first.summary}" if first.traceback else first.summary
+        raise RanksFailed(order[0], len(ranks), reason, first.traceback, others)
+    if running:
+        for rank in running:
+            rank.ask_for_stacks()
+        stacks = {rank.rank: rank.read_stacks() for rank in running}
+        others |= {r.rank: f"had not finished either.\n\n{stacks[r.rank]}" for r in running[1:]}
+        first_rank = running[0].rank
+        raise RanksFailed(
+            first_rank,
+            len(ranks),
+            f"had not finished after {timeout_s:g} s. Where it stood:",
+            stacks[first_rank],
+            others,
+        )
+
+
+def _how_it_ended(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        try:
+            name = signal.Signals(-exitcode).name
+        except ValueError:
+            name = f"signal {-exitcode}"
+        hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}."
+    return f"ended with exit code {exitcode} before its body returned; see what it printed."
+
+
+def _end(ranks: list[_Rank]) -> None:
+    leaving = [r for r in ranks if isinstance(r.outcome, Finished)]
+    stopping = [r for r in ranks if not isinstance(r.outcome, Finished)]
+    # With one failure, those that have finished may be unable to leave in peace.
+    _join(leaving, _STOP_S if stopping else _LEAVE_S)
+    for rank in ranks:
+        rank.process.terminate()
+    _join(ranks, _STOP_S)
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.join()
+        rank.close()
+
+
+def _join(ranks: list[_Rank], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,180 @@
+"""Start and stop this process's default process group, whoever launched the process.
+
+Reads the launcher's environment once, at the border, and says in words what is wrong
+with it. It must not start processes (see `testing`) and must not know about meshes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trine.core import Device, TrineError, get_device
+
+__all__ = ["available_backends", "destroy_process_group", "init_process_group", "launched"]
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_CPU_BACKENDS = frozenset({"gloo", "mpi"})
+
+
+@dataclass(frozen=True)
+class _Launch:
+    rank: int
+    world_size: int
+    address: str
+    port: int
+
+
+def init_process_group(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | Device = "auto",
+    timeout: timedelta | None = None,
+) -> Device:
+    """Join the world that this process was launched into, or start a world of one.
+
+    Under a launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
+    (torchrun, `run_on_ranks`) this process becomes one of its ranks. Under a plain
+    `python` it becomes the only rank, and no port is opened. Calling it again while a
+    group with the same backend is running changes nothing.
+
+    Args:
+        backend: the name of a torch backend; None takes the one that suits the device.
+        device: where this rank computes. `"auto"` means the CPU when `backend` is gloo
+            or mpi, otherwise a GPU if there is one; a kind without an index means the
+            GPU numbered by `LOCAL_RANK`. A CUDA device becomes the current one.
+        timeout: how long a collective may take; None leaves torch's default.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        ValueError: if the backend is unknown or cannot work here, or the launcher's
+            variables are incomplete or contradict each other.
+        TrineError: if a group with another backend is running, or the launcher's port
+            is taken or cannot be reached.
+    """
+    if backend is not None:
+        backend = backend.lower()
+        _check_backend(backend)
+    launch = _read_launch()
+    found = _device_of_this_rank(device, backend)
+    if backend is None:
+        backend = found.dist_backend
+        _check_backend(backend)
+    if dist.is_initialized():
+        running = dist.get_backend()
+        if running != backend:
+            raise TrineError(
+                f"A process group with backend {running!r} is running already, and {backend!r} "
+                f"was asked for. Call destroy_process_group() first, or ask for {running!r}."
+            )
+    elif launch is None:
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch's stubs miss it
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        _join(launch, backend, timeout)
+    return found
+
+
+def destroy_process_group() -> None:
+    """Leave the world; without a running group this changes nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launched() -> bool:
+    """Whether a launcher such as torchrun has given this process a rank."""
+    return _read_launch() is not None
+
+
+def available_backends() -> list[str]:
+    """The backends that this torch has and this machine can use."""
+    return [
+        name
+        for name in dist.Backend.backend_list
+        if name not in (dist.Backend.UNDEFINED, "fake") and _why_not(name) is None
+    ]
+
+
+def _check_backend(backend: str) -> None:
+    reason = _why_not(backend)
+    if reason is not None:
+        usable = ", ".join(available_backends()) or "none"
+        raise ValueError(f"{reason} Backends that work here: {usable}.")
+
+
+def _why_not(backend: str) -> str | None:
+    if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
+        return f"Unknown backend {backend!r}."
+    if not dist.is_backend_available(backend):
+        return f"This torch ({torch.__version__}) was built without the backend {backend!r}."
+    # The wheels for CUDA have nccl on machines without a GPU too.
+    if backend == dist.Backend.NCCL and torch.cuda.device_count() == 0:
+        return "The backend 'nccl' needs a GPU, and this machine has none."
+    return None
+
+
+def _device_of_this_rank(spec: str | torch.device | Device, backend: str | None) -> Device:
+    if spec == "auto" and backend in _CPU_BACKENDS:
+        return get_device("cpu")
+    device = get_device(spec)
+    if device.kind == "cuda":
+        local_rank = os.environ.get("LOCAL_RANK")
+        if local_rank and str(spec) in ("auto", "gpu", "cuda"):
+            device = get_device(f"cuda:{local_rank}")
+        torch.cuda.set_device(device.torch_device)
+    return device
+
+
+def _read_launch() -> _Launch | None:
+    given = {name: os.environ[name] for name in _LAUNCHER_VARIABLES if os.environ.get(name)}
+    if not given:
+        return None
+    missing = [name for name in _LAUNCHER_VARIABLES if name not in given]
+    if missing:
+        raise ValueError(
+            f"The environment sets {', '.join(given)} but not {', '.join(missing)}. Start the "
+            "program with torchrun, which sets all four, or unset them all to run one rank."
+        )
+    rank, world_size = _integer("RANK", given), _integer("WORLD_SIZE", given)
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"The environment sets RANK={rank} and WORLD_SIZE={world_size}. Ranks count from 0 "
+            f"to WORLD_SIZE - 1: correct one of the two, or start the program with torchrun."
+        )
+    port = _integer("MASTER_PORT", given)
+    if not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT={port} is not a port: expected a number from 1 to 65535.")
+    return _Launch(rank, world_size, given["MASTER_ADDR"], port)
+
+
+def _integer(name: str, given: dict[str, str]) -> int:
+    try:
+        return int(given[name])
+    except ValueError:
+        raise ValueError(
+            f"The environment sets {name}={given[name]!r}, which is not a whole number."
+        ) from None
+
+
+def _join(launch: _Launch, backend: str, timeout: timedelta | None) -> None:
+    try:
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+    except dist.DistNetworkError as error:
+        where = f"{launch.address}:{launch.port}"
+        if "EADDRINUSE" in str(error):
+            raise TrineError(
+                f"Port {launch.port} (MASTER_PORT) is taken by another program, so rank "
+                f"{launch.rank} cannot open the meeting point of the ranks at {where}. Set "
+                "MASTER_PORT to a free port, or use torchrun --standalone, which picks one."
+            ) from error
+        raise TrineError(
+            f"Rank {launch.rank} of {launch.world_size} could not reach the meeting point of the "
+            f"ranks at {where} (MASTER_ADDR, MASTER_PORT): is rank 0 running there, and may this "
+            f"machine connect to it? torch said: {str(error).splitlines()[0]}"
+        ) from error

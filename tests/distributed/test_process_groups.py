@@ -1,0 +1,170 @@
+"""init_process_group: who may start it, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trine.core import TrineError
+from trine.distributed import destroy_process_group, init_process_group
+from trine.distributed.process_groups import available_backends, launched
+from trine.distributed.testing import run_on_ranks
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def unlaunched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher before, no process group after."""
+    for name in (*LAUNCHER, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    destroy_process_group()
+
+
+def launch_as(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_plain_python_process_becomes_a_world_of_one() -> None:
+    device = init_process_group("gloo")
+
+    total = torch.tensor(3.0)
+    dist.all_reduce(total)
+    assert (dist.get_rank(), dist.get_world_size(), total.item()) == (0, 1, 3.0)
+    assert device.kind == "cpu"
+    assert not launched()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="a GPU changes the default")
+def test_the_backend_follows_the_device() -> None:
+    init_process_group()
+
+    assert dist.get_backend() == "gloo"
+
+
+def test_asking_again_for_what_is_running_changes_nothing() -> None:
+    init_process_group("gloo")
+    group = dist.group.WORLD
+
+    init_process_group("GLOO")
+
+    assert dist.group.WORLD is group
+
+
+def test_asking_for_another_backend_than_the_running_one_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    init_process_group("gloo")
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")  # no second one works everywhere
+
+    with pytest.raises(TrineError, match=r"'nccl' is running already, and 'gloo' was asked for"):
+        init_process_group("gloo")
+
+
+def test_destroying_without_a_group_changes_nothing() -> None:
+    destroy_process_group()
+
+    assert not dist.is_initialized()
+
+
+def sum_through_the_public_function() -> tuple[int, float]:
+    init_process_group()  # what a program written for torchrun does
+    total = torch.tensor(1.0)
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def test_a_program_that_starts_its_own_group_also_runs_as_a_body() -> None:
+    assert run_on_ranks(sum_through_the_public_function, 2) == [(0, 2.0), (1, 2.0)]
+
+
+def test_the_ranks_of_torchrun_join_one_world() -> None:
+    program = (
+        "import torch, torch.distributed as dist; from trine.distributed import *\n"
+        "init_process_group(); t = torch.ones(()); dist.all_reduce(t)\n"
+        "print(f'rank {dist.get_rank()}: {t.item():g}'); destroy_process_group()\n"
+    )
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+    run = subprocess.run(
+        [*launcher, "--nproc-per-node=2", "--no-python", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+    assert run.returncode == 0, run.stderr
+    assert sorted(re.findall(r"rank \d: \d", run.stdout)) == ["rank 0: 2", "rank 1: 2"]
+
+
+def test_an_unknown_backend_is_answered_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"Unknown backend 'glue'. Backends .*: .*gloo"):
+        init_process_group("glue")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="needs a machine without a GPU")
+def test_nccl_is_refused_where_it_cannot_work() -> None:
+    with pytest.raises(ValueError, match=r"'nccl'.* Backends that work here: .*gloo"):
+        init_process_group("nccl")
+
+    assert "nccl" not in available_backends()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RANK": "0"}, "sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"MASTER_PORT": "1"}, "sets MASTER_PORT but not RANK, WORLD_SIZE, MASTER_ADDR"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "sets RANK=2 and WORLD_SIZE=2. Ranks count from 0",
+        ),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+            "sets RANK='one', which is not a whole number",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "65536"},
+            "MASTER_PORT=65536 is not a port",
+        ),
+    ],
+)
+def test_a_launcher_environment_that_makes_no_sense_is_explained(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], told: str
+) -> None:
+    launch_as(monkeypatch, **variables)
+
+    with pytest.raises(ValueError, match=re.escape(told)):
+        init_process_group("gloo")
+
+
+def test_a_port_that_is_taken_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        launch_as(
+            monkeypatch, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+
+        with pytest.raises(TrineError, match=rf"Port {port} \(MASTER_PORT\) is taken.*Set"):
+            init_process_group("gloo")
+
+
+def test_a_meeting_point_that_nobody_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]  # closed again: nobody listens there
+    launch_as(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+    with pytest.raises(TrineError, match=rf"Rank 1 of 2 could not reach .* 127.0.0.1:{port}"):
+        init_process_group("gloo", timeout=timedelta(seconds=2))

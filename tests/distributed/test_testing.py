@@ -1,0 +1,275 @@
+"""run_on_ranks: results when all goes well, the cause first when it does not, nobody left."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trine.distributed.testing import RanksFailed, most_ranks, run_on_ranks
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A class of a test module, which ranks cannot import by name."""
+
+    left: int
+    right: torch.Tensor
+
+
+def rank_and_sum(number: float) -> tuple[int, float]:
+    total = torch.tensor(number * (dist.get_rank() + 1))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item()
+
+
+def swap(pair: Pair) -> Pair:
+    return Pair(int(pair.right.item()), torch.tensor(pair.left))
+
+
+def environment(name: str) -> tuple[str | None, int]:
+    return os.environ.get(name), torch.get_num_threads()
+
+
+def fail_on_rank_1_while_others_wait() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the cause")
+    dist.barrier()
+
+
+def end_on_rank_1(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "sys.exit":
+            sys.exit(0)
+        os._exit(int(how))
+    dist.barrier()
+
+
+def wait_for_ever_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        wait_where_the_report_must_point()
+
+
+def wait_where_the_report_must_point() -> None:
+    signal.pause()
+
+
+def return_what_cannot_travel() -> object:
+    return lambda: None
+
+
+def test_each_rank_returns_its_own_result_in_the_order_of_ranks() -> None:
+    results = run_on_ranks(rank_and_sum, 3, 0.5)
+
+    assert results == [(0, 3.0), (1, 3.0), (2, 3.0)]  # 0.5 + 1.0 + 1.5
+
+
+def test_arguments_and_results_may_be_of_classes_of_the_test_module() -> None:
+    (result,) = run_on_ranks(swap, 1, Pair(3, torch.tensor(4)))
+
+    assert (result.left, int(result.right)) == (4, 3)
+
+
+def test_a_body_is_found_in_its_file_if_its_module_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "body.py"
+    file.write_text("class Answer(int): ...\n\ndef answer(to): return Answer(to)\n")
+    spec = importlib.util.spec_from_file_location("nowhere.to_be.found", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    for name in ("nowhere", "nowhere.to_be"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "nowhere.to_be.found", module)
+    spec.loader.exec_module(module)
+
+    results = run_on_ranks(module.answer, 2, module.Answer(42))
+
+    assert results == [module.Answer(42)] * 2
+    assert type(results[0]) is module.Answer
+
+
+def test_ranks_see_the_environment_of_the_call_and_use_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for value in ("first", "second"):  # a fork server remembers the environment of its start
+        monkeypatch.setenv("TRINE_TEST_VALUE", value)
+
+        assert run_on_ranks(environment, 1, "TRINE_TEST_VALUE") == [(value, 1)]
+
+
+def test_ranks_use_as_many_threads_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+    assert run_on_ranks(environment, 1, "OMP_NUM_THREADS") == [("2", 2)]
+
+
+def test_the_first_failure_is_read_before_those_that_follow_from_it() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(fail_on_rank_1_while_others_wait, 3)
+
+    message = str(caught.value)
+    assert message.startswith("Rank 1 of 3 failed: ValueError: the cause\n\nTraceback")
+    assert 'raise ValueError("the cause")' in caught.value.traceback
+    assert caught.value.rank == 1
+    assert sorted(caught.value.others) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("killed", "was killed by SIGKILL (out of memory, perhaps)."),
+        ("0", "ended with exit code 0 before its body returned; see what it printed."),
+        ("7", "ended with exit code 7 before its body returned; see what it printed."),
+        ("sys.exit", "failed: SystemExit: 0"),
+    ],
+)
+def test_a_rank_that_ends_without_a_result_is_named_first(how: str, told: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(end_on_rank_1, 2, how)
+
+    assert str(caught.value).startswith(f"Rank 1 of 2 {told}")
+
+
+def test_a_result_that_cannot_travel_is_a_failure_of_that_rank() -> None:
+    with pytest.raises(RanksFailed, match=r"Rank 0 of 1 failed: .*pickle"):
+        run_on_ranks(return_what_cannot_travel, 1)
+
+
+def test_at_the_time_limit_every_unfinished_rank_says_where_it_stands() -> None:
+    run_on_ranks(swap, 1, Pair(0, torch.tensor(0)))  # from here on, ranks start in no time
+
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(wait_for_ever_on_rank_1, 2, timeout_s=2.5)
+
+    assert str(caught.value).startswith("Rank 1 of 2 had not finished after 2.5 s.")
+    assert "wait_where_the_report_must_point" in caught.value.traceback
+    assert caught.value.others == {0: "finished."}
+
+
+def test_a_body_that_no_other_process_can_find_is_refused() -> None:
+    def nested() -> None: ...
+
+    for body in (nested, lambda: None, torch.nn.Linear(1, 1).forward):
+        with pytest.raises(ValueError, match="top level of a module"):
+            run_on_ranks(body, 1)  # type: ignore[arg-type]  # forward would need an argument
+    with pytest.raises(TypeError, match="must be a function, got int"):
+        run_on_ranks(3, 1)  # type: ignore[arg-type]  # the mistake under test
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 10**6])
+def test_a_number_of_ranks_that_this_machine_cannot_run_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"{world_size} ranks were asked for.* 1 to \d+"):
+        run_on_ranks(rank_and_sum, world_size, 1.0)
+
+    assert most_ranks() >= 1
+
+
+PROGRAM = """
+    import os, signal, sys, time
+    from trine.distributed.testing import run_on_ranks
+
+    def body():
+        sys.stdout.write(f"{os.getpid()} ")
+        sys.stdout.flush()
+        while True:
+            signal.pause()
+
+    if __name__ == "__main__":
+        run_on_ranks(body, 3, timeout_s=None)
+"""
+
+
+def start(program: str, folder: Path) -> subprocess.Popen[str]:
+    script = folder / "program.py"
+    script.write_text(textwrap.dedent(program))
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=folder,
+        env=os.environ | {"TMPDIR": str(folder)},
+    )
+
+
+def ranks_of(program: subprocess.Popen[str], count: int) -> list[int]:
+    """The process ids that the ranks print, each followed by a blank, as soon as all have."""
+    assert program.stdout is not None
+    text = ""
+    while len(re.findall(r"\d+ ", text)) < count:
+        char = program.stdout.read(1)
+        assert char, f"ended early: {text!r}"
+        text += char
+    return [int(number) for number in text.split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def gone_within(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("to_whole_terminal", [True, False])
+def test_ctrl_c_stops_every_rank_and_leaves_no_file(
+    tmp_path: Path, to_whole_terminal: bool
+) -> None:
+    program = start(PROGRAM, tmp_path)
+    pids = ranks_of(program, 3)
+
+    if to_whole_terminal:
+        os.killpg(program.pid, signal.SIGINT)
+    else:
+        program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=5)
+
+    assert program.returncode == -signal.SIGINT
+    assert errors.count("KeyboardInterrupt") == 1  # the launching process's own, no rank's
+    assert gone_within(pids, 0.5)
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_ranks_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
+    program = start(PROGRAM, tmp_path)
+    pids = ranks_of(program, 3)
+
+    program.kill()
+    program.communicate(timeout=5)  # until every holder of its output is gone
+
+    assert gone_within(pids, 5)
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    unguarded = PROGRAM.replace('if __name__ == "__main__":', "if True:")
+
+    _, errors = start(unguarded, tmp_path).communicate(timeout=60)
+
+    assert 'Put the launch under `if __name__ == "__main__":`' in errors
