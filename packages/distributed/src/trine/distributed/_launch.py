@@ -182,8 +182,12 @@ def _context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The server imports this once (seconds), each rank is then a fork of it (50 ms).
-    context.set_forkserver_preload(["trine.distributed._rank_main", "trine.distributed.fsdp"])
+    # The server imports this once (seconds), each rank is then a fork of it (50 ms). torch
+    # imports its compiler at the first DTensor or optimizer step; a name that is missing in
+    # some torch is skipped by the server.
+    context.set_forkserver_preload(
+        ["trine.distributed._rank_main", "trine.distributed.fsdp", "torch._dynamo"]
+    )
     return context
 
 
