@@ -36,6 +36,7 @@ def print_summary(summary: Summary, file: TextIO | None = None) -> None:
         # Text, not markup: names from files must not be able to style anything.
         console.print(Text("\n".join(lines)))
         if rows:
+            console.print()
             console.print(_rich_table(header, rows))
     else:
         print("\n".join(lines), file=file)
@@ -59,10 +60,7 @@ def _heading(summary: Summary) -> list[str]:
             f"{format_ns(steps.first_ns)} first"
         )
         if read > 1:
-            line += (
-                f"; slowest rank {steps.slowest_rank} with "
-                f"{format_ns(steps.slowest_rank_mean_ns)} mean"
-            )
+            line += f"; slowest rank {steps.slowest_rank}: {format_ns(steps.slowest_rank_mean_ns)}"
         lines.append(line)
     sent = summary.sent_nbytes
     line = f"sent {format_nbytes(sum(sent) / len(sent))} per rank"
@@ -128,7 +126,8 @@ def _percent(share: float | None) -> str:
 
 
 def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    # The box itself puts a space between columns; more would not fit 80 columns.
+    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, header_style="bold")
     for index, title in enumerate(header):
         if index == 0:
             table.add_column(Text(title), overflow="fold", vertical="bottom")

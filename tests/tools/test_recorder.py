@@ -1,0 +1,160 @@
+"""The recorder: what it keeps, what it drops, and the file it leaves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tools.events import event
+from trine.core import tracing
+from trine.tools.tracing import Recorder, TraceFileError, read_rank_file
+
+
+def test_spans_of_the_seam_arrive_in_the_file(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+    tracing.set_step(4)
+    tracing.add_sink(recorder)
+
+    with tracing.span("forward", category="compute", unit="blocks.0"):
+        tracing.counter("loss", 2.5)
+    tracing.remove_sink(recorder)
+    trace = read_rank_file(recorder.close())
+
+    counter, span = trace.events
+    assert (counter.kind, counter.name, counter.value) == ("counter", "loss", 2.5)
+    assert (span.kind, span.name, span.unit, span.step) == ("span", "forward", "blocks.0", 4)
+    assert span.start_ns <= counter.start_ns <= span.end_ns
+    assert span.thread == threading.get_ident()
+
+
+def test_a_full_recorder_keeps_the_last_events_and_counts_the_others(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1, capacity=3)
+
+    for number in range(10):
+        recorder.record(event(f"event {number}", number))
+    trace = read_rank_file(recorder.close())
+
+    assert [kept.name for kept in trace.events] == ["event 7", "event 8", "event 9"]
+    assert trace.header.dropped == 7
+
+
+def test_no_event_of_any_thread_goes_uncounted(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1, capacity=1_000)
+    made = event("x", 0)
+
+    def record_many() -> None:
+        for _ in range(20_000):
+            recorder.record(made)
+
+    threads = [threading.Thread(target=record_many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    header = read_rank_file(recorder.close()).header
+
+    assert header.events + header.dropped == 4 * 20_000
+
+
+def test_the_header_pairs_the_two_clocks(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=2, world_size=3)
+
+    offset_before = time.time_ns() - time.perf_counter_ns()
+    header = read_rank_file(recorder.close()).header
+    offset_after = time.time_ns() - time.perf_counter_ns()
+
+    slack_ns = 50_000_000  # a wall clock may be stepped a little meanwhile
+    assert min(offset_before, offset_after) - slack_ns <= header.unix_ns - header.perf_counter_ns
+    assert header.unix_ns - header.perf_counter_ns <= max(offset_before, offset_after) + slack_ns
+    assert (header.rank, header.world_size) == (2, 3)
+
+
+def test_closing_twice_changes_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+    recorder.record(event("kept", 0))
+    path = recorder.close()
+    content = path.read_bytes()
+
+    recorder.record(event("too late", 1))
+
+    assert recorder.close() == path
+    assert path.read_bytes() == content
+
+
+def test_closing_leaves_only_the_file(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "new folder", rank=12, world_size=13)
+
+    path = recorder.close()
+
+    assert path == tmp_path / "new folder" / "trace-rank00012.jsonl"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("not a folder")
+    recorder = Recorder(tmp_path / "taken", rank=1, world_size=2)
+
+    with pytest.raises(TraceFileError, match="trace of rank 1 cannot be written"):
+        recorder.close()
+
+
+def test_attributes_that_json_does_not_know_do_not_lose_the_trace(tmp_path: Path) -> None:
+    class Unspeakable:
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+    loop: list[object] = []
+    loop.append(loop)
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+
+    recorder.record(
+        event(
+            "x",
+            0,
+            args={
+                "path": Path("a/b"),
+                "nan": float("nan"),
+                "huge": 1 << 80,
+                "nested": {"shape": (2, 3), 5: {1}},
+                "object": Unspeakable(),
+                "loop": loop,
+            },
+        )
+    )
+    path = recorder.close()
+
+    args = read_rank_file(path).events[0].args
+    assert args is not None
+    assert args["path"] == "a/b"
+    assert args["nan"] == "nan"
+    assert args["huge"] == str(1 << 80)
+    assert args["nested"] == {"shape": [2, 3], "5": "{1}"}
+    assert args["object"] == "<Unspeakable>"
+    json.dumps(args["loop"])  # of a finite depth
+
+
+def test_an_event_too_large_for_a_line_keeps_its_times(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+
+    recorder.record(event("n" * 3_000_000, 5, 9, args={"blob": "b" * 3_000_000}))
+    kept = read_rank_file(recorder.close()).events[0]
+
+    assert (kept.start_ns, kept.end_ns) == (5_000, 9_000)
+    assert kept.name == "n" * 200
+    assert kept.args is not None
+    assert "left_out" in kept.args
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_its_world_is_refused(tmp_path: Path, rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="does not fit a world"):
+        Recorder(tmp_path, rank=rank, world_size=world_size)
+
+
+def test_a_recorder_that_may_keep_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="capacity is 0"):
+        Recorder(tmp_path, rank=0, world_size=1, capacity=0)
