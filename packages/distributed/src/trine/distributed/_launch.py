@@ -21,6 +21,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import current_process
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from trine.core import TrineError
@@ -32,8 +33,9 @@ from trine.distributed._rank_main import (
     Finished,
     rank_main,
 )
+from trine.distributed.process_groups import check_backend
 
-__all__ = ["RanksFailed", "launch", "most_ranks"]
+__all__ = ["RanksFailed", "check_world_size", "launch", "most_ranks"]
 
 _GRACE_S = 1.0  # for the ranks that fail because another one did
 _STOP_S = 1.0  # between asking a rank to end and killing it
@@ -67,10 +69,27 @@ class RanksFailed(TrineError):
         super().__init__("\n".join(lines))
 
 
-def most_ranks() -> int:
-    """How many ranks this machine can run at most, by its cores and its memory."""
+def most_ranks(backend: str = "gloo") -> int:
+    """How many ranks this machine can run at most, by its cores, memory and, for nccl, GPUs."""
+    if backend == dist.Backend.NCCL:
+        return torch.cuda.device_count()  # nccl refuses two ranks on one GPU
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min((os.cpu_count() or 1) * _RANKS_PER_CORE, memory // _MEMORY_PER_RANK))
+
+
+def check_world_size(world_size: int, backend: str) -> None:
+    """Refuse a number of ranks that this machine cannot run.
+
+    Raises:
+        ValueError: with the most it can run.
+    """
+    most = most_ranks(backend)
+    if not 1 <= world_size <= most:
+        has = f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"
+        raise ValueError(
+            f"{world_size} ranks were asked for, but this machine ({has}) can run 1 to {most} with "
+            f"{backend}. Ask for a number in between, or spread them over machines with torchrun."
+        )
 
 
 def launch(
@@ -82,11 +101,8 @@ def launch(
     timeout_s: float | None,
 ) -> list[Any]:
     """Run `body(*args)` on every rank; see `trine.distributed.testing.run_on_ranks`."""
-    if not 1 <= world_size <= most_ranks():
-        raise ValueError(
-            f"{world_size} ranks were asked for, but this machine ({os.cpu_count()} cores) runs "
-            f"1 to {most_ranks()}. Ask for fewer, or spread them over machines with torchrun."
-        )
+    check_backend(backend)
+    check_world_size(world_size, backend)
     if getattr(current_process(), "_inheriting", False):
         raise RuntimeError(
             "A rank reached the launch of its own ranks while it imported the main script. "

@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 from trine.core import Device, TrineError, get_device
 
-__all__ = ["available_backends", "destroy_process_group", "init_process_group", "launched"]
+__all__ = [
+    "available_backends",
+    "check_backend",
+    "destroy_process_group",
+    "init_process_group",
+    "launched",
+]
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _CPU_BACKENDS = frozenset({"gloo", "mpi"})
@@ -60,12 +66,12 @@ def init_process_group(
     """
     if backend is not None:
         backend = backend.lower()
-        _check_backend(backend)
+        check_backend(backend)
     launch = _read_launch()
     found = _device_of_this_rank(device, backend)
     if backend is None:
         backend = found.dist_backend
-        _check_backend(backend)
+        check_backend(backend)
     if dist.is_initialized():
         running = dist.get_backend()
         if running != backend:
@@ -101,7 +107,12 @@ def available_backends() -> list[str]:
     ]
 
 
-def _check_backend(backend: str) -> None:
+def check_backend(backend: str) -> None:
+    """Refuse, with the reason and the alternatives, a backend that cannot work here.
+
+    Raises:
+        ValueError: if torch does not have it, or this machine lacks what it needs.
+    """
     reason = _why_not(backend)
     if reason is not None:
         usable = ", ".join(available_backends()) or "none"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, TypeVarTuple
 
-from trine.distributed._launch import RanksFailed, launch, most_ranks
+from trine.distributed._launch import RanksFailed, check_world_size, launch, most_ranks
 
-__all__ = ["RanksFailed", "most_ranks", "run_on_ranks"]
+__all__ = ["RanksFailed", "check_world_size", "most_ranks", "run_on_ranks"]
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

@@ -1,0 +1,197 @@
+"""The command line of the demo: check what was asked for, launch the ranks, report.
+
+A user's mistake ends here, in one sentence and status 2; it must not reach the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from trine.core import Precision, TrineError, get_device
+from trine.core.recording import find_recorder
+from trine.distributed.demo.report import print_report
+from trine.distributed.demo.settings import Outcome, Settings
+from trine.distributed.demo.text import read_text
+from trine.distributed.demo.train import train
+from trine.distributed.process_groups import check_backend, destroy_process_group, launched
+from trine.distributed.testing import RanksFailed, check_world_size, run_on_ranks
+
+__all__ = ["main"]
+
+_MARKER = "demo.json"
+_DEFAULT_RANKS = 2
+_DEFAULT_STEPS = 400
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train a small GPT on real text, sharded over ranks, and show where the time went."""
+    try:
+        settings, ranks = _parse(argv)
+        return _run(settings, ranks)
+    except _Mistake as mistake:
+        return _fail(mistake, 2)
+    except TrineError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 130
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return status
+
+
+class _Mistake(Exception):
+    """What the user asked for cannot be done; the message says why."""
+
+
+@contextmanager
+def _mistakes() -> Iterator[None]:
+    """Take a ValueError for the user's mistake; its message is then meant for users."""
+    try:
+        yield
+    except ValueError as error:
+        raise _Mistake(str(error)) from error
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Mistake(f"{message}. See --help.")
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
+    parser = _Parser(
+        prog="trine demo",
+        description="Train a byte-level GPT of 1.9 million parameters on real text, sharded over "
+        "several ranks of this machine, and show the loss, the cost and a timeline. Under "
+        "torchrun, join the ranks that torchrun started.",
+    )
+    add = parser.add_argument
+    add("--text", type=Path, metavar="PATH", help="file or folder (default: Python's library)")
+    add("--ranks", type=int, metavar="N", help=f"how many processes (default: {_DEFAULT_RANKS})")
+    add("--steps", type=int, default=_DEFAULT_STEPS, help="training steps (default: %(default)s)")
+    add("--backend", help="gloo, nccl, ... (default: what suits the device)")
+    add("--precision", default="fp32", help="fp32, amp_bf16 or bf16 (default: %(default)s)")
+    add(
+        "--out", type=Path, default=Path("trine-demo"), metavar="DIR", help="(default: %(default)s)"
+    )
+    add("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
+    add("--check", action="store_true", help="train the unsharded model too, compare every loss")
+    given = parser.parse_args(argv)
+    if given.steps < 1:
+        raise _Mistake(f"--steps {given.steps}: expected at least 1.")
+    if not 0 <= given.seed < 2**32:
+        raise _Mistake(f"--seed {given.seed}: expected a number from 0 to {2**32 - 1}.")
+    with _mistakes():
+        precision = _precision(given.precision)
+        backend = (given.backend or get_device("auto").dist_backend).lower()
+        check_backend(backend)
+        ranks = _ranks(given.ranks, backend)
+    settings = Settings(
+        text=given.text,
+        steps=given.steps,
+        backend=backend,
+        precision=precision,
+        out=given.out,
+        check=given.check,
+        seed=given.seed,
+    )
+    return settings, ranks
+
+
+def _precision(name: str) -> Precision:
+    precision = Precision.parse(name)
+    if precision not in (Precision.FP32, Precision.AMP_BF16, Precision.BF16):
+        raise ValueError(
+            f"The demo does not scale losses, which {precision} needs to train well. "
+            "Choose one of: fp32, amp_bf16, bf16."
+        )
+    return precision
+
+
+def _ranks(asked: int | None, backend: str) -> int:
+    if launched():
+        started = int(os.environ["WORLD_SIZE"])
+        if asked not in (None, started):
+            raise ValueError(
+                f"--ranks {asked} was asked for, but the launcher started {started}. "
+                "Leave --ranks out, or start the program without a launcher."
+            )
+        return started
+    if asked is None:
+        gpus = torch.cuda.device_count() if backend == dist.Backend.NCCL else _DEFAULT_RANKS
+        asked = min(_DEFAULT_RANKS, gpus)
+    check_world_size(asked, backend)
+    return asked
+
+
+def _run(settings: Settings, ranks: int) -> int:
+    with _mistakes():
+        text = read_text(settings.text, at_least=settings.window)
+    reports = os.environ.get("RANK", "0") == "0"
+    if reports:
+        _prepare(settings)
+        print(
+            f"Training a GPT on {len(text.data):,} bytes of {text.title}: {ranks} "
+            f"rank{'s' * (ranks != 1)}, {settings.backend}, {settings.precision}.",
+            flush=True,
+        )
+    if launched():
+        outcomes = _train_in_this_world(settings)
+    else:
+        outcomes = run_on_ranks(train, ranks, settings, backend=settings.backend, timeout_s=None)
+    if not reports:
+        return 0
+    _mark(settings, losses=outcomes[0].losses, sent_nbytes=[o.sent_nbytes for o in outcomes])
+    return 0 if print_report(settings, outcomes, find_recorder()) else 1
+
+
+def _train_in_this_world(settings: Settings) -> list[Outcome]:
+    mine = train(settings)
+    outcomes: list[Outcome] = [mine] * dist.get_world_size()
+    dist.all_gather_object(outcomes, mine)
+    destroy_process_group()
+    return outcomes
+
+
+def _prepare(settings: Settings) -> None:
+    """Make the folder for what the run writes; clear what an earlier run recorded there."""
+    out = settings.out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()) and not (out / _MARKER).exists():
+            raise _Mistake(
+                f"--out {out} holds files that are not from an earlier run of the demo. "
+                "Give an empty or a new folder."
+            )
+        _mark(settings)
+        if settings.timeline_folder.exists():
+            shutil.rmtree(settings.timeline_folder)
+    except OSError as error:
+        raise _Mistake(
+            f"--out {out} cannot be written: {error.strerror}. Choose another folder."
+        ) from error
+
+
+def _mark(settings: Settings, **results: object) -> None:
+    """Write what ran, so that a reader can tell, and a later run knows the folder is ours."""
+    what = {
+        "text": None if settings.text is None else str(settings.text),
+        "steps": settings.steps,
+        "backend": settings.backend,
+        "precision": str(settings.precision),
+        "seed": settings.seed,
+    }
+    (settings.out / _MARKER).write_text(json.dumps(what | results, indent=1) + "\n")
