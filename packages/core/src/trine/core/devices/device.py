@@ -36,7 +36,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def dist_backend(self) -> str:
-        """The process group backend that suits this device: `gloo`, `mpi` or `nccl`."""
+        """The process group backend that suits this device, such as `gloo`."""
 
     @property
     def ddp_backend(self) -> str:
