@@ -25,6 +25,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 nitpicky = True
+# Docstrings set code in single backticks, as Markdown does.
+default_role = "literal"
 
 html_theme = "furo"
 html_title = "Trine"
