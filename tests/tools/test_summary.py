@@ -119,15 +119,16 @@ def test_the_first_step_left_by_a_full_recorder_is_not_counted() -> None:
     assert summary.units[0].collectives["all_gather"].count == 1
 
 
-def test_a_collective_on_the_training_thread_is_exposed_as_a_whole() -> None:
+def test_waiting_for_a_collective_is_not_counted_beside_its_exposed_time() -> None:
     trace = rank_trace(
-        event("all_reduce", 10, 25, category="comm", nbytes=8, args={"exposed_ns": 1}),
+        event("wait all_gather", 10, 25, category="comm", unit="a"),
+        comm("all_gather", "a", 0, 25, exposed_us=15),
         step(0, 50),
     )
 
     (unit,) = summarize([trace]).units
 
-    assert unit.unit == ""
+    assert list(unit.collectives) == ["all_gather"]
     assert unit.exposed_ns == 15 * US
 
 

@@ -1,7 +1,9 @@
 """Time, bytes and exposed time per FSDP unit and collective.
 
-What is counted: communication that starts within a step of its rank, where steps were
-recorded, and all of it where none were. The first step counts like every other; its
+What is counted: collectives, which are asynchronous events of the category "comm"; those
+that start within a step of their rank, where steps were recorded, and all where none were.
+Spans of that category on the training thread are waits for those collectives, whose
+exposed time says the same. The first step counts like every other; its
 time is reported beside the mean, because it warms up. Where a recorder dropped events,
 the first step of that rank that is left is incomplete and does not count.
 
@@ -137,7 +139,7 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
         ranks=[trace.header.rank for trace in traces],
         world_size=traces[0].header.world_size,
         steps=steps,
-        sent_nbytes=[sum(event.nbytes for event in _comm(trace.events)) for trace in traces],
+        sent_nbytes=[sum(event.nbytes for event in _collectives(trace.events)) for trace in traces],
         dropped=sum(trace.header.dropped for trace in traces),
         units=[_summarize_unit(unit, names[unit], totals, steps) for unit in names],
     )
@@ -148,7 +150,7 @@ def _total(trace: RankTrace) -> _RankTotals:
     starts = [start for start, _ in steps]
     totals = _RankTotals(trace.header.rank, [end - start for start, end in steps])
     # By start, not as reported: an early gather may end after a later one.
-    for event in sorted(_comm(trace.events), key=lambda event: event.start_ns):
+    for event in sorted(_collectives(trace.events), key=lambda event: event.start_ns):
         if steps:
             index = bisect_right(starts, event.start_ns) - 1
             if index < 0 or event.start_ns >= steps[index][1]:
@@ -157,7 +159,9 @@ def _total(trace: RankTrace) -> _RankTotals:
         cell.count += 1
         cell.time_ns += event.end_ns - event.start_ns
         cell.nbytes += event.nbytes
-        cell.exposed_ns += _exposed_ns(event)
+        exposed_ns = (event.args or {}).get("exposed_ns")
+        if isinstance(exposed_ns, int) and exposed_ns > 0:
+            cell.exposed_ns += exposed_ns
     return totals
 
 
@@ -175,17 +179,8 @@ def _counted_steps(trace: RankTrace) -> list[tuple[int, int]]:
     return steps[1:] if trace.header.dropped else steps
 
 
-def _comm(events: Iterable[TraceEvent]) -> Iterable[TraceEvent]:
-    return (
-        event for event in events if event.category == "comm" and event.kind in ("span", "async")
-    )
-
-
-def _exposed_ns(event: TraceEvent) -> int:
-    if event.kind == "span":  # the thread itself did it, so nothing was hidden
-        return event.end_ns - event.start_ns
-    exposed = (event.args or {}).get("exposed_ns")
-    return exposed if isinstance(exposed, int) and exposed > 0 else 0
+def _collectives(events: Iterable[TraceEvent]) -> Iterable[TraceEvent]:
+    return (event for event in events if event.category == "comm" and event.kind == "async")
 
 
 def _summarize_steps(ranks: Sequence[_RankTotals]) -> StepSummary | None:

@@ -4,9 +4,11 @@ One process per rank. Its first lane is the thread that trains; other threads fo
 then one lane per kind of asynchronous work, or several where such work overlaps.
 
 Note [Ranks in order]: Perfetto ignores `process_sort_index` in this format. It draws
-processes by falling number of slices, and equal ones in the order in which they come
-first in the file. So ranks come in order, under one name, and a rank with fewer slices
-than a later one is filled up with instants in a lane of its own.
+processes by falling number of slices, and equal ones under one name in the order in which
+they appear. So metadata names all ranks in order, and a rank with fewer slices than a
+later one is filled up with instants in a lane of its own. Perfetto takes metadata to be
+at time 0 and may look at an event of that time first, which would put its rank in front;
+the first event is therefore at 1 us.
 
 Note [Lanes]: slices of one lane must be nested or apart; the format has no way to say
 anything else, and viewers drop what overlaps. Lanes are drawn by rising thread number,
@@ -34,6 +36,7 @@ __all__ = ["write_timeline"]
 Json = dict[str, object]
 
 _FIRST_ASYNC: Final = ("all_gather", "reduce_scatter")
+_FIRST_EVENT_NS: Final = 1_000  # see Note [Ranks in order]
 
 
 def write_timeline(traces: Sequence[RankTrace], out: Path) -> None:
@@ -90,7 +93,7 @@ def _timeline(traces: Sequence[RankTrace]) -> Iterator[Json]:
     # Above all ranks, which number the processes and their first threads.
     tids = count(max((trace.header.world_size for trace in traces), default=0))
     for trace, padding in zip(traces, _padding(traces), strict=True):
-        shift_ns = alignment.offset_ns[trace.header.rank] - origin_ns
+        shift_ns = alignment.offset_ns[trace.header.rank] - origin_ns + _FIRST_EVENT_NS
         yield from _rank_timeline(trace, shift_ns, padding, tids)
 
 
@@ -132,7 +135,7 @@ def _rank_timeline(
                 "name": "filler",
                 "pid": rank,
                 "tid": tid,
-                "ts": index / 1000,
+                "ts": (_FIRST_EVENT_NS + index) / 1000,
             }
 
 
