@@ -6,7 +6,12 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
+from click.testing import CliRunner
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from trine.tools.cli import main as trine
 
 HERE = Path(__file__).parent
 
@@ -72,6 +77,23 @@ def _show_factory_defaults(
     return signature.replace("<factory>", "..."), returns
 
 
+class CommandHelp(SphinxDirective):
+    """`{command-help} trace merge`: what `trine trace merge --help` prints."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        """Ask the command itself, so that the page cannot be out of date."""
+        runner = CliRunner(env={"COLUMNS": "80"})
+        arguments = [*self.arguments[0].split(), "--help"]
+        asked = runner.invoke(trine, arguments, prog_name="trine", terminal_width=78)
+        if asked.exit_code != 0:
+            raise self.error(f"trine {' '.join(arguments)}: {asked.output}")
+        return [nodes.literal_block(asked.output, asked.output, language="text")]
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.add_directive("command-help", CommandHelp)
     app.connect("autodoc-process-signature", _show_factory_defaults)

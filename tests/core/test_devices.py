@@ -16,7 +16,6 @@ from trine.core.devices.streams import HostEvent, HostStream
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.device_count() > 0, reason="says what a machine without a GPU says"
 )
-needs_gpu = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")
 
 
 class MovedTensor(Tensor):
@@ -396,7 +395,7 @@ def test_a_cuda_device_asks_torch_for_streams_and_events_of_its_own_number(
     ]
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_cuda_event_measures_work_on_its_stream() -> None:
     device = get_device("cuda")
     begin, end = device.event(timing=True), device.event(timing=True)
