@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,14 +26,10 @@ from trine.distributed._fsdp.buffers import BufferPool
 __all__ = ["C10dComm", "Comm", "GlooComm", "Pending", "PendingReduce", "comm_for"]
 
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
-_all_gather_single = getattr(dist, "all_gather_single", None) or getattr(
-    dist,
-    "all_gather_into_tensor",  # noqa: B009  # by name: type checkers refuse the old one
-)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or getattr(
-    dist,
-    "reduce_scatter_tensor",  # noqa: B009
-)
+# Looked up by name, because type checkers refuse the old ones.
+_by_name: dict[str, Callable[..., dist.Work | None]] = vars(dist)
+_all_gather_single = _by_name.get("all_gather_single") or _by_name["all_gather_into_tensor"]
+_reduce_scatter_single = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
 
 
 class Pending:

@@ -92,7 +92,7 @@ def fully_shard(
         mesh = init_mesh()
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     settings = UnitSettings(None if reshard_after_forward is None else bool(reshard_after_forward))
-    groups = _make_groups(params, mesh, policy)
+    groups = _make_groups(params, mesh, policy, type(module).__name__)
     state = FSDPState(module, mesh, policy, groups, settings)
     set_state(module, state)
     module.__class__ = sharded_class(type(module))  # type: ignore[assignment]  # a subclass
@@ -115,14 +115,14 @@ def _refuse_unimplemented(**given: bool) -> None:
 
 
 def _make_groups(
-    params: list[ManagedParam], mesh: DeviceMesh, policy: MixedPrecisionPolicy
+    params: list[ManagedParam], mesh: DeviceMesh, policy: MixedPrecisionPolicy, owner: str
 ) -> list[ParamGroup]:
     """One group for each dtype, in the order in which the dtypes occur."""
     by_dtype: dict[Any, list[ShardedParam]] = {}
     for each in params:
         sharded = ShardedParam(each.param, each.slots, mesh, each.fqn)
         by_dtype.setdefault(each.param.dtype, []).append(sharded)
-        note_sharded(each.param, each.fqn)
+        note_sharded(each.param, f"{owner}.{each.fqn}")
     process_group = mesh.get_group()
     return [
         # Each with a pool of its own until the root lets them share one.

@@ -13,6 +13,7 @@ Note [Where a module's backward begins and ends]
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ def install(state: FSDPState) -> None:
     """Wire a sharded module to its schedule."""
     module = state.module
     module.register_forward_pre_hook(partial(_pre_forward, state), prepend=True, with_kwargs=True)
-    module.register_forward_hook(partial(_post_forward, state))
+    module.register_forward_hook(partial(_post_forward, state), always_call=True)
     for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
         register(partial(_show_sharded, state))  # type: ignore[no-untyped-call]  # torch's own
 
@@ -62,7 +63,13 @@ def _pre_forward(
 
 
 def _post_forward(state: FSDPState, module: nn.Module, args: Args, output: Any) -> Any:
-    schedule = root.schedule_of(state)
+    schedule = state.schedule
+    if schedule is None:
+        return output  # the first forward was refused before it began
+    if output is None and sys.exc_info()[1] is not None:
+        for group in state.groups:
+            schedule.forward_failed(group)
+        return output
     grads_wanted = torch.is_grad_enabled()
     for group in state.groups:
         schedule.post_forward(group, grads_wanted=grads_wanted)

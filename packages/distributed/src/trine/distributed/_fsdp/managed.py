@@ -28,14 +28,21 @@ class ManagedParam:
         self.slots = [slot]
 
 
-# Whole parameters that were sharded, while anyone still holds them. A module outside the
-# call that still holds one would train a copy of its own.
-_sharded_originals: weakref.WeakKeyDictionary[nn.Parameter, str] = weakref.WeakKeyDictionary()
+# Whole parameters that were sharded, by id, while anyone still holds them. A module outside
+# the call that still holds one would train a copy of its own. (Not a WeakKeyDictionary: it
+# compares keys with ==, which tensors answer element by element.)
+_sharded_originals: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
 
 
-def note_sharded(param: nn.Parameter, fqn: str) -> None:
+def note_sharded(param: nn.Parameter, name: str) -> None:
     """Remember that this whole parameter has been replaced by a sharded one."""
-    _sharded_originals[param] = fqn
+    key = id(param)
+    _sharded_originals[key] = (weakref.ref(param, lambda _: _sharded_originals.pop(key)), name)
+
+
+def _sharded_as(param: nn.Parameter) -> str | None:
+    original, name = _sharded_originals.get(id(param), (None, None))
+    return name if original is not None and original() is param else None
 
 
 def managed_params(module: nn.Module) -> list[ManagedParam]:
@@ -51,18 +58,18 @@ def managed_params(module: nn.Module) -> list[ManagedParam]:
             f"fully_shard got a {type(module).__name__}, which has no parameters to shard. "
             "Call it on the modules that have some, and on their parent."
         )
-    found: dict[nn.Parameter, ManagedParam] = {}
+    found: dict[int, ManagedParam] = {}
     for prefix, owner in _unmanaged_modules(module, ""):
         for name, param in module_parameters(owner).items():
             if param is None:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
-            known = found.get(param)
+            known = found.get(id(param))
             if known is not None:
                 known.slots.append(Slot(owner, name))
                 continue
             _check(param, fqn)
-            found[param] = ManagedParam(param, fqn, Slot(owner, name))
+            found[id(param)] = ManagedParam(param, fqn, Slot(owner, name))
     return list(found.values())
 
 
@@ -81,9 +88,10 @@ def _unmanaged_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
 
 
 def _check(param: nn.Parameter, fqn: str) -> None:
-    if param in _sharded_originals:
+    elsewhere = _sharded_as(param)
+    if elsewhere is not None:
         raise ValueError(
-            f"{fqn} is shared with {_sharded_originals[param]}, which another call of "
+            f"{fqn} is shared with {elsewhere}, which another call of "
             "fully_shard has sharded already: the two would train apart. Shard the modules "
             "that share a parameter in one call, on a module that contains them all."
         )

@@ -74,6 +74,18 @@ class FSDPModule:
         for state in _states(self, recurse):
             state.settings.reduces = requires_gradient_sync
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, also of parameters that are whole at the moment.
+
+        Args:
+            set_to_none: drop them instead of filling them with zeros.
+        """
+        for state in _states(self, recurse=True):
+            for group in state.groups:
+                group.zero_grad(set_to_none)
+        assert isinstance(self, nn.Module)
+        nn.Module.zero_grad(self, set_to_none)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
             f"A sharded module ({type(self).__name__}) cannot be copied: its shards belong to "

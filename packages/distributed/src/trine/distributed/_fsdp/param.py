@@ -4,7 +4,8 @@ A parameter has three faces:
 
 * `sharded`, a DTensor parameter over this rank's rows. The optimizer, state dicts and
   the user see this one. It is made once and keeps its identity.
-* `local`, the plain tensor inside it: a view of the group's flat shard buffer.
+* `local`, this rank's rows as a view of the group's flat shard buffer: the plain tensor
+  inside `sharded`, where torch lets us put it there.
 * `unsharded`, a plain parameter over the gathered storage, made once too, in the module's
   slot while the module computes. Autograd saves it; its storage is emptied and refilled.
 
@@ -80,7 +81,7 @@ class ShardedParam:
     Attributes:
         layout: how it is cut.
         sharded: what the user sees. Put into the slots by `show_sharded`.
-        local: what `sharded` held when the group last looked; see `moved`.
+        local: this rank's rows, once bound in the group's buffer.
         unsharded: what the module computes with; None until `bind`.
     """
 
@@ -103,6 +104,7 @@ class ShardedParam:
         for name, value in vars(param).items():
             setattr(self.sharded, name, value)
         self.unsharded: nn.Parameter | None = None
+        self._linked = True
         self._kept_grad: Tensor | None = None
 
     def _set_sharded(self, sharded: nn.Parameter) -> None:
@@ -122,9 +124,11 @@ class ShardedParam:
     @property
     def moved(self) -> bool:
         """Whether someone exchanged the parameter or its memory since `bind`."""
-        return (
-            local_tensor(self._dtensor) is not self.local or self.slots[0].get() is not self.sharded
-        )
+        if self.slots[0].get() is not self.sharded:
+            return True
+        if self._linked:
+            return local_tensor(self._dtensor) is not self.local
+        return self.sharded.dtype is not self.dtype or self.sharded.device != self.local.device
 
     def refresh(self) -> None:
         """Accept what stands in the slot now, after `moved`.
@@ -145,7 +149,7 @@ class ShardedParam:
                     f"{tuple(self.sharded.shape)} sharded like the one before. Replace "
                     "parameters before fully_shard, or load values into them in place."
                 )
-            self._set_sharded(cast(nn.Parameter, found))
+            self._set_sharded(found)
             self.show_sharded()
         else:
             self.local = local_tensor(self._dtensor)
@@ -166,12 +170,17 @@ class ShardedParam:
         """
         with torch.no_grad():
             local.copy_(self.local)
-        if set_local_tensor(self._dtensor, local):
-            self.local = local
+        self.local = local
+        self._linked = set_local_tensor(self._dtensor, local)
         self.unsharded = nn.Parameter(unsharded, requires_grad=self.sharded.requires_grad)
         for name, value in vars(self.sharded).items():
             if name not in ("_local_tensor", "_spec"):
                 setattr(self.unsharded, name, value)
+
+    def fill(self) -> None:
+        """Bring the group's buffer up to date, if it is not the parameter's own memory."""
+        if not self._linked:
+            self.local.copy_(local_tensor(self._dtensor))
 
     def show_sharded(self) -> None:
         """Put the sharded face into the slots."""

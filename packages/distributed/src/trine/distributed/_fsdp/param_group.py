@@ -169,6 +169,8 @@ class ParamGroup:
                 param.refresh()
             self.check_materialized()
             self._allocate()
+        for param in self.params:
+            param.fill()
         assert self._flat is not None
         return self._flat
 
@@ -335,6 +337,19 @@ class ParamGroup:
         if unset:
             self._grads = {key: grads}
         return grads
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop the sharded gradients, or fill them with zeros, whichever face is shown.
+
+        What was kept on this rank for a later reduction is dropped with them.
+        """
+        for param in self.params:
+            if param.unsharded is not None:
+                param.take_grad()
+            if set_to_none:
+                param.sharded.grad = None
+            elif param.sharded.grad is not None:
+                param.sharded.grad.zero_()
 
     def reset(self) -> None:
         """Forget an iteration that broke off: drop its gradients, free what was gathered."""

@@ -13,6 +13,7 @@ What a unit goes through, and the rows that are not obvious:
 | post_forward, gradients wanted | FORWARD | free, if so set | AWAITS_BACKWARD |
 | post_forward, none wanted | FORWARD | free, if so set | IDLE |
 | post_forward | any, backward running | stays whole for its own backward | as before |
+| forward_failed | FORWARD | free | IDLE |
 | pre_backward | any | gather, wait, prefetch the one before | BACKWARD |
 | post_backward | any | free, reduce or keep gradients | IDLE |
 | end_backward | AWAITS_BACKWARD, BACKWARD | post_backward for it; then finish all | IDLE |
@@ -170,6 +171,13 @@ class Schedule:
         self._enter(record, Phase.AWAITS_BACKWARD if grads_wanted else Phase.IDLE)
         if record.reshards_after_forward(grads_wanted):
             unit.reshard()
+
+    def forward_failed(self, unit: Unit) -> None:
+        """The forward of `unit` raised: the user must find the sharded parameters in place."""
+        if self.in_backward:
+            return  # a recomputation that stopped early, when it had all it needed
+        self._enter(self._records[unit], Phase.IDLE)
+        unit.reshard()
 
     # --- backward ---------------------------------------------------------------------
 

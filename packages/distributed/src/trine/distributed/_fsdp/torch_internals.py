@@ -49,17 +49,18 @@ def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """The tensor that `tensor` holds on this rank: the same object on every call.
-
-    Without the attribute a new view is made each time, so a comparison by identity fails
-    and the group copies its shards into place at every gather: right, but slower.
-    """
+    """The tensor that `tensor` holds on this rank; the same object on every call, if it can be."""
     local: Tensor | None = getattr(tensor, "_local_tensor", None)
     return tensor.to_local().detach() if local is None else local
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> bool:
-    """Let `tensor` hold `local` from now on; False where that cannot be done."""
+    """Let `tensor` hold `local` from now on.
+
+    Returns:
+        False where that cannot be done: then the group copies its shards into place at
+        every gather, which is right, but slower.
+    """
     if getattr(tensor, "_local_tensor", None) is None:
         return False
     tensor._local_tensor = local
@@ -85,7 +86,7 @@ def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
             with anything.
     """
     together = getattr(torch, "_chunk_cat", None)
-    if together is not None and all(tensor.dtype is out.dtype for tensor in tensors):
+    if together is not None and all(t.dtype is out.dtype and t.shape[0] for t in tensors):
         together(tensors, 0, chunks, out=out)
         return
     offset = 0

@@ -1,0 +1,123 @@
+"""Both kinds of Comm against closed forms, on every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trine.distributed._fsdp.buffers import BufferPool
+from trine.distributed._fsdp.collectives import C10dComm, Comm, GlooComm, comm_for
+
+RunOnRanks = Callable[..., list[Any]]
+CPU = torch.device("cpu")
+
+everywhere = pytest.mark.parametrize("world_size", [1, 2, 3])
+every_comm = pytest.mark.parametrize("kind", [GlooComm, C10dComm])
+
+
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def gather(kind: type[Comm], in_place: bool) -> None:
+    comm = kind(world_group(), BufferPool())
+    out = torch.full((comm.world_size, 5), -1.0)
+    shard = out[comm.rank] if in_place else torch.empty(5)
+    shard.copy_(torch.arange(5.0) + 10 * comm.rank)
+
+    comm.all_gather(out, shard).wait()
+
+    expected = torch.arange(5.0) + 10 * torch.arange(float(comm.world_size))[:, None]
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@everywhere
+@every_comm
+@pytest.mark.parametrize("in_place", [True, False])
+def test_row_r_of_an_all_gather_is_the_shard_of_rank_r(
+    run_on_ranks: RunOnRanks, world_size: int, kind: type[Comm], in_place: bool
+) -> None:
+    run_on_ranks(gather, world_size, kind, in_place)
+
+
+def reduce(kind: type[Comm], sent: torch.dtype, wanted: torch.dtype) -> None:
+    comm = kind(world_group(), BufferPool())
+    ranks = comm.world_size
+    rows = comm.pool.acquire((ranks, 4), sent, CPU)
+    # Small integers: exact in every dtype here. Row q of rank r holds r + 10 q + column.
+    rows.copy_(comm.rank + 10 * torch.arange(ranks)[:, None] + torch.arange(4)[None])
+    out = torch.empty(4, dtype=wanted)
+
+    reduction = comm.reduce_scatter(rows)
+    reduction.wait()
+    reduction.mean_into(out)
+
+    mean_rank = sum(range(ranks)) / ranks
+    expected = (mean_rank + 10 * comm.rank + torch.arange(4.0)).to(wanted)
+    torch.testing.assert_close(out, expected)
+
+
+@everywhere
+@every_comm
+@pytest.mark.parametrize(
+    ("sent", "wanted"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_a_reduce_scatter_gives_each_rank_the_mean_of_its_row(
+    run_on_ranks: RunOnRanks,
+    world_size: int,
+    kind: type[Comm],
+    sent: torch.dtype,
+    wanted: torch.dtype,
+) -> None:
+    run_on_ranks(reduce, world_size, kind, sent, wanted)
+
+
+def sum_in_fp32() -> None:
+    comm = GlooComm(world_group(), BufferPool())
+    # In bf16 256 + 1 is 256 again: a sum formed there would lose two of three ranks.
+    value = 256.0 if comm.rank == 0 else 1.0
+    rows = torch.full((3, 1), value, dtype=torch.bfloat16)
+    out = torch.empty(1)
+
+    comm.reduce_scatter(rows).mean_into(out)
+
+    assert out.item() == pytest.approx(258 / 3)
+
+
+def test_gloo_sums_half_types_in_fp32(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(sum_in_fp32, 3)
+
+
+def reuse_buffers() -> int:
+    comm = GlooComm(world_group(), BufferPool())
+    seen = set()
+    for _ in range(5):
+        rows = comm.pool.acquire((2, 1000), torch.float32, CPU).fill_(1.0)
+        seen.add(rows.data_ptr())
+        comm.reduce_scatter(rows).mean_into(torch.empty(1000))
+    return len(seen)
+
+
+def test_a_reduction_gives_its_buffers_back(run_on_ranks: RunOnRanks) -> None:
+    # One to send and one to receive, taking turns.
+    assert all(count <= 2 for count in run_on_ranks(reuse_buffers, 2))
+
+
+def chosen() -> str:
+    return type(comm_for(world_group(), BufferPool())).__name__
+
+
+def test_gloo_groups_get_the_collectives_made_for_gloo(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(chosen, 2) == ["GlooComm", "GlooComm"]

@@ -1,0 +1,192 @@
+"""What fully_shard refuses, and in which words. One rank: the checks come before any other."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore  # torch.distributed does not re-export it
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from trine.distributed import fsdp
+from trine.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_module_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="got a Tanh, which has no parameters to shard"):
+        fully_shard(nn.Tanh())
+
+
+def test_something_that_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"shards an nn\.Module, got int"):
+        fully_shard(3)  # type: ignore[type-var]  # the mistake under test
+
+
+def test_a_second_call_on_one_module_is_refused() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+
+    with pytest.raises(ValueError, match=r"called on this FSDPLinear before"):
+        fully_shard(model)
+
+
+def test_a_container_without_forward_is_refused_and_one_with_forward_is_not() -> None:
+    class WithForward(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for module in self:
+                x = module(x)
+            return x
+
+    with pytest.raises(ValueError, match="ModuleList has no forward of its own"):
+        fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
+    fully_shard(WithForward([nn.Linear(2, 2)]))(torch.ones(1, 2))
+
+
+def test_a_scalar_parameter_is_refused_by_name_with_the_way_out() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ParameterDict({"temperature": nn.Parameter(torch.tensor(2.0))})
+
+        def forward(self) -> torch.Tensor:
+            value: torch.Tensor = self.inner["temperature"]
+            return value
+
+    with pytest.raises(ValueError, match=r"inner\.temperature is a 0-dim .*reshape\(1\)"):
+        fully_shard(Net())
+
+
+def test_a_parameter_shared_across_calls_is_refused_naming_both_places() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.embedding(x))
+            return out
+
+    model = Tied()
+    fully_shard(model.embedding)
+
+    with pytest.raises(
+        ValueError, match=r"head\.weight is shared with Embedding\.weight, which another"
+    ):
+        fully_shard(model)
+
+
+def test_a_refused_call_leaves_the_module_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+    before = {name: id(param) for name, param in model.named_parameters()}
+
+    with pytest.raises(ValueError, match="scale"):
+        fully_shard(model)
+
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+    assert type(model) is nn.Sequential
+    model.scale = nn.Parameter(torch.ones(1))
+    fully_shard(model)
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_parameters_that_are_distributed_already_are_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))
+
+    with pytest.raises(NotImplementedError, match="weight is a DTensor"):
+        fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reshard_after_forward", 2),
+        ("shard_placement_fn", lambda param: None),
+        ("offload_policy", CPUOffloadPolicy()),
+        ("dp_mesh_dims", object()),
+    ],
+)
+def test_an_argument_that_is_not_implemented_is_named(name: str, value: object) -> None:
+    arguments: dict[str, Any] = {name: value}
+
+    with pytest.raises(NotImplementedError, match=f"does not implement {name} yet"):
+        fully_shard(nn.Linear(2, 2), **arguments)
+
+
+def test_ignored_parameters_lists_of_modules_and_2d_meshes_are_named_as_not_implemented() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(NotImplementedError, match="ignored_params"):
+        fully_shard(model, ignored_params=set(model.parameters()))
+    with pytest.raises(NotImplementedError, match="a list of modules"):
+        fully_shard([model])  # type: ignore[type-var]  # not implemented yet
+    with pytest.raises(NotImplementedError, match="more than one axis"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")))
+
+
+def test_a_policy_that_is_no_dtype_is_refused_where_it_is_made() -> None:
+    with pytest.raises(TypeError, match=r"MixedPrecisionPolicy\.param_dtype .* got 'bf16'"):
+        MixedPrecisionPolicy(param_dtype="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"reduce_dtype must be a floating-point dtype"):
+        MixedPrecisionPolicy(reduce_dtype=torch.int32)
+
+
+def test_a_sharded_module_cannot_be_copied_and_says_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"cannot be copied.*before fully_shard"):
+        copy.deepcopy(fully_shard(nn.Linear(2, 2)))
+
+
+def test_a_parameter_exchanged_for_a_plain_one_is_refused_by_name() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    model.weight = nn.Parameter(torch.ones(2, 2))
+
+    with pytest.raises(ValueError, match="weight was replaced by a Parameter"):
+        model(torch.ones(1, 2))
+
+
+def test_a_sharded_module_keeps_its_class_as_a_base_and_gains_the_methods() -> None:
+    model = fully_shard(nn.Linear(2, 3))
+
+    assert isinstance(model, nn.Linear)
+    assert isinstance(model, FSDPModule)
+    assert type(model).__name__ == "FSDPLinear"
+    assert type(type(model)(4, 5)) is nn.Linear  # a new one is a plain one
+
+
+def test_signatures_are_those_of_torch() -> None:
+    ours = inspect.signature(fully_shard).parameters
+    theirs = inspect.signature(torch_fsdp.fully_shard).parameters
+
+    # torch 2.13's own; older ones lack the last.
+    assert [n for n in ours if n in theirs] == [n for n in theirs if n in ours]
+    assert set(theirs) <= set(ours)
+    for name, parameter in theirs.items():
+        assert ours[name].kind == parameter.kind, name
+    for name in ("unshard", "reshard", "set_requires_gradient_sync"):
+        mine = inspect.signature(getattr(fsdp.FSDPModule, name)).parameters
+        reference = inspect.signature(getattr(torch_fsdp.FSDPModule, name)).parameters
+        assert [(p.name, p.kind, p.default) for p in mine.values()] == [
+            (p.name, p.kind, p.default) for p in reference.values()
+        ]
+
+
+def test_policies_have_the_fields_and_defaults_of_torch() -> None:
+    assert vars(fsdp.MixedPrecisionPolicy()) == vars(torch_fsdp.MixedPrecisionPolicy())
+    assert vars(fsdp.CPUOffloadPolicy()) == vars(torch_fsdp.CPUOffloadPolicy())
