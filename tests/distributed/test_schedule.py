@@ -155,6 +155,17 @@ def test_backward_prefetches_the_block_that_ran_before() -> None:
     assert tree.blocks[0].calls == ["unshard"]  # started, not waited for
 
 
+def test_the_backward_of_the_root_prefetches_the_last_block() -> None:
+    tree = Tree("a", "b")
+    tree.forward()
+    tree.forget()
+
+    tree.schedule.pre_backward(tree.root)
+
+    assert tree.blocks[1].calls == ["unshard"]
+    assert tree.blocks[0].calls == []
+
+
 def test_backward_prefetches_nothing_that_has_no_backward_to_come() -> None:
     tree = Tree("frozen", "b")
     schedule, (frozen, b) = tree.schedule, tree.blocks

@@ -90,7 +90,7 @@ class _Record:
     settings: UnitSettings
     is_root: bool
     phase: Phase = Phase.IDLE
-    calls: list[int] = field(default_factory=list)  # positions in this iteration's order
+    calls: list[int] = field(default_factory=list)  # positions in this iteration's `_ended`
 
     def reshards_after_forward(self, grads_wanted: bool) -> bool:
         chosen = self.settings.reshard_after_forward
@@ -112,8 +112,9 @@ class Schedule:
         self._prefetch = prefetch
         self._open_reductions = open_reductions
         self._records: dict[Unit, _Record] = {}
-        self._order: list[_Record] = []  # of this iteration, as far as it went
-        self._last_order: list[_Record] = []  # of the iteration before
+        self._begun: list[_Record] = []  # forwards of this iteration, as they began
+        self._ended: list[_Record] = []  # the same as they ended: backward goes in reverse
+        self._last_begun: list[_Record] = []  # of the iteration before
         self._reducing: list[_Record] = []
         self.in_backward = False
 
@@ -136,9 +137,10 @@ class Schedule:
         """The root's forward begins: what was learned of the order serves to prefetch."""
         if self.in_backward:
             return
-        if self._order:
-            self._last_order = self._order
-            self._order = []
+        if self._begun:
+            self._last_begun = self._begun
+            self._begun = []
+        self._ended.clear()
         for record in self._records.values():
             record.calls.clear()
 
@@ -150,13 +152,13 @@ class Schedule:
             return
         record = self._records[unit]
         self._enter(record, Phase.FORWARD)
-        self._order.append(record)
+        self._begun.append(record)
         self._prefetch_forward(record)
 
     def _prefetch_forward(self, record: _Record) -> None:
         # Only while this iteration goes as the one before: a guess would cost a gather.
-        position = len(self._order) - 1
-        last = self._last_order
+        position = len(self._begun) - 1
+        last = self._last_begun
         if position < len(last) and last[position] is record:
             for ahead in last[position + 1 : position + 1 + self._prefetch]:
                 ahead.unit.unshard()
@@ -167,7 +169,8 @@ class Schedule:
             return
         record = self._records[unit]
         if grads_wanted:
-            record.calls.append(len(self._order) - 1)
+            record.calls.append(len(self._ended))
+            self._ended.append(record)
         self._enter(record, Phase.AWAITS_BACKWARD if grads_wanted else Phase.IDLE)
         if record.reshards_after_forward(grads_wanted):
             unit.reshard()
@@ -198,9 +201,9 @@ class Schedule:
         return begins
 
     def _prefetch_backward(self, record: _Record) -> None:
-        position = record.calls[-1] if record.calls else -1
+        position = record.calls[-1] if record.calls else 0
         ahead = 0
-        for before in reversed(self._order[: max(position, 0)]):
+        for before in reversed(self._ended[:position]):
             if ahead == self._prefetch:
                 break
             if before.phase is Phase.AWAITS_BACKWARD:
@@ -243,14 +246,15 @@ class Schedule:
         self.in_backward = False
 
     def _in_order_of_first_call(self) -> list[_Record]:
-        seen = dict.fromkeys(self._order)
+        seen = dict.fromkeys(self._begun)
         seen.update(dict.fromkeys(self._records.values()))
         return list(seen)
 
     def reset(self) -> None:
         """Forget an iteration that an exception broke off."""
         self._reducing.clear()
-        self._order.clear()
+        self._begun.clear()
+        self._ended.clear()
         for record in self._records.values():
             record.calls.clear()
             record.unit.reset()
