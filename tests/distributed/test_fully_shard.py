@@ -447,6 +447,26 @@ def test_frozen_parameters_get_no_gradient_until_they_are_unfrozen(
     run_on_ranks(freeze_and_unfreeze, 2)
 
 
+def unfreeze_while_whole() -> None:
+    net, reference = net_and_reference()
+    model = sharded(net)
+    for each in (model, reference):
+        each.head.requires_grad_(False)
+        loss_of(each, own(batches()))  # leaves the root's parameters whole
+        each.head.requires_grad_(True)
+        each.embedding.requires_grad_(False)
+    backward(loss_of(model, own(batches())))
+    mean_backward(reference, batches())
+    assert_same_gradients(model, reference)
+    assert not model.embedding.weight.requires_grad
+
+
+def test_freezing_and_unfreezing_work_while_parameters_are_whole(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(unfreeze_while_whole, 2)
+
+
 # --- forward and backward in unusual order ---------------------------------------------
 
 

@@ -70,15 +70,14 @@ def _post_forward(state: FSDPState, module: nn.Module, args: Args, output: Any) 
         for group in state.groups:
             schedule.forward_failed(group)
         return output
-    grads_wanted = torch.is_grad_enabled()
-    for group in state.groups:
-        schedule.post_forward(group, grads_wanted=grads_wanted)
     if state.policy.output_dtype is not None:
         output = cast_floating(output, state.policy.output_dtype)
-    if grads_wanted and state.groups:
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                _on_grad(tensor, partial(_pre_backward, state, schedule))
+    differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    for group in state.groups:
+        schedule.post_forward(group, grads_wanted=bool(differentiable))
+    if state.groups:
+        for tensor in differentiable:
+            _on_grad(tensor, partial(_pre_backward, state, schedule))
     return output
 
 

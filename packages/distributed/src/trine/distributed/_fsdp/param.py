@@ -104,6 +104,7 @@ class ShardedParam:
         for name, value in vars(param).items():
             setattr(self.sharded, name, value)
         self.unsharded: nn.Parameter | None = None
+        self._shown_trainable = param.requires_grad
         self._linked = True
         self._kept_grad: Tensor | None = None
 
@@ -172,7 +173,8 @@ class ShardedParam:
             local.copy_(self.local)
         self.local = local
         self._linked = set_local_tensor(self._dtensor, local)
-        self.unsharded = nn.Parameter(unsharded, requires_grad=self.sharded.requires_grad)
+        self._shown_trainable = self.sharded.requires_grad
+        self.unsharded = nn.Parameter(unsharded, requires_grad=self._shown_trainable)
         for name, value in vars(self.sharded).items():
             if name not in ("_local_tensor", "_spec"):
                 setattr(self.unsharded, name, value)
@@ -183,8 +185,14 @@ class ShardedParam:
             self.local.copy_(local_tensor(self._dtensor))
 
     def show_sharded(self) -> None:
-        """Put the sharded face into the slots."""
-        sharded = self.sharded
+        """Put the sharded face into the slots.
+
+        If the user has frozen or unfrozen the whole one while it was shown, it follows.
+        """
+        sharded, unsharded = self.sharded, self.unsharded
+        if unsharded is not None and unsharded.requires_grad is not self._shown_trainable:
+            self._shown_trainable = unsharded.requires_grad
+            sharded.requires_grad_(self._shown_trainable)
         for slot in self.slots:
             module_parameters(slot.module)[slot.name] = sharded
 
@@ -194,6 +202,7 @@ class ShardedParam:
         assert unsharded is not None
         if unsharded.requires_grad is not requires_grad:
             unsharded.requires_grad_(requires_grad)
+        self._shown_trainable = requires_grad
         for slot in self.slots:
             module_parameters(slot.module)[slot.name] = unsharded
 
