@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from trine.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from trine.distributed.testing import RanksFailed
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -748,6 +751,28 @@ def test_after_an_exception_zero_grad_and_a_retry_give_the_right_gradients(
     run_on_ranks: RunOnRanks, where: str, trained_before: bool
 ) -> None:
     run_on_ranks(raise_and_retry, 2, where, trained_before)
+
+
+def lose_a_rank() -> None:
+    model = sharded(net_and_reference()[0])
+    backward(loss_of(model, own(batches())))
+    if dist.get_rank() == 1:
+        os._exit(7)
+    for _ in range(3):  # what was in the sockets already may still arrive
+        model(own(batches()))
+
+
+def test_a_rank_that_is_gone_is_reported_with_the_unit_that_missed_it(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_on_ranks(lose_a_rank, 2)
+
+    message = str(failure.value)
+    assert message.startswith("Rank 1 of 2")
+    assert re.search(
+        r"CommError: all_gather of (\(root\)|blocks\.\d) failed on rank 0 of 2", message
+    )
 
 
 # --- gathered and freed ----------------------------------------------------------------
