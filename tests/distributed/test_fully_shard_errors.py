@@ -161,6 +161,15 @@ def test_a_parameter_exchanged_for_a_plain_one_is_refused_by_name() -> None:
         model(torch.ones(1, 2))
 
 
+def test_a_sparse_gradient_is_refused_by_full_name() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+
+    with pytest.raises(NotImplementedError, match=r"gradient of 0\.weight is sparse.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
 def test_a_sharded_module_keeps_its_class_as_a_base_and_gains_the_methods() -> None:
     model = fully_shard(nn.Linear(2, 3))
 

@@ -29,7 +29,7 @@ from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.torch_internals import chunk_cat
 
-__all__ = ["CommError", "ParamGroup"]
+__all__ = ["CommError", "ParamGroup", "refuse_meta"]
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class ParamGroup:
         policy: dtypes to gather and reduce in.
 
     Attributes:
-        name: full name of the module whose parameters these are; set when the root is known.
+        name: full name of the module whose parameters these are; see `rename`.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class ParamGroup:
         self.comm = comm
         self.policy = policy
         self.name = "(root)"
+        self._names_below = [param.fqn for param in self.params]
         self.layout = GroupLayout([param.layout for param in self.params])
         self._holds = _Storage.EMPTY
         self._gather: _Gather | None = None
@@ -167,7 +168,7 @@ class ParamGroup:
         if self._flat is None or any(param.moved for param in self.params):
             for param in self.params:
                 param.refresh()
-            self.check_materialized()
+            refuse_meta(self.meta_names(), self.mesh)
             self._allocate()
         for param in self.params:
             param.fill()
@@ -183,19 +184,12 @@ class ParamGroup:
                 found.append(param.fqn)
         return found
 
-    def check_materialized(self) -> None:
-        """Refuse parameters on the meta device.
-
-        Raises:
-            RuntimeError: naming them.
-        """
-        names = self.meta_names()
-        if names:
-            raise RuntimeError(
-                f"These parameters are on the meta device and hold no values: {', '.join(names)}. "
-                f"Give them memory with model.to_empty(device='{self.mesh.device_type}') and "
-                "values by initializing or loading, then run forward."
-            )
+    def rename(self, name: str) -> None:
+        """Take the full name that the module has under its root; parameters follow."""
+        prefix = "" if name == "(root)" else f"{name}."
+        self.name = name
+        for param, below in zip(self.params, self._names_below, strict=True):
+            param.fqn = prefix + below
 
     # --- gathering --------------------------------------------------------------------
 
@@ -293,6 +287,11 @@ class ParamGroup:
             if grad is None:
                 zero = torch.zeros((), dtype=self._gather_dtype, device=device)
                 grad = zero.expand(param.layout.shape)
+            elif grad.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"The gradient of {param.fqn} is sparse ({grad.layout}); only dense "
+                    "gradients can be reduced. Make the embedding with sparse=False."
+                )
             grads.append(grad)
         if ranks == 1 and not any(used):
             return
@@ -401,6 +400,22 @@ class ParamGroup:
                 f"{self.comm.world_size}: {error}\nUsually another rank raised or was killed; "
                 "look at the first rank that reported an error."
             ) from error
+
+
+def refuse_meta(names: Sequence[str], mesh: DeviceMesh) -> None:
+    """Refuse parameters on the meta device, if there are any.
+
+    Raises:
+        RuntimeError: naming them and the way out.
+    """
+    if not names:
+        return
+    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    raise RuntimeError(
+        f"Parameters on the meta device hold no values: {listed}. Give them memory with "
+        f"model.to_empty(device='{mesh.device_type}') and values by initializing or loading, "
+        "then run forward."
+    )
 
 
 def _view(storage_of: Tensor, start: int, shape: Sequence[int]) -> Tensor:

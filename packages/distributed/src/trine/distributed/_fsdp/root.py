@@ -8,6 +8,7 @@ taken over when its parent runs.
 from __future__ import annotations
 
 from trine.distributed._fsdp.buffers import BufferPool
+from trine.distributed._fsdp.param_group import refuse_meta
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState, state_of
 
@@ -34,9 +35,12 @@ def _initialize(root: FSDPState) -> Schedule:
         for name, module in root.module.named_modules()
         if (state := state_of(module)) is not None
     ]
-    for _, state in below:
+    on_meta: list[str] = []
+    for name, state in below:
         for group in state.groups:
-            group.check_materialized()
+            group.rename(name or "(root)")
+            on_meta += group.meta_names()
+    refuse_meta(on_meta, root.mesh)
     # Nothing is changed before all checks have passed: the user may mend and try again.
     schedule = Schedule()
     pool = BufferPool()
@@ -46,7 +50,6 @@ def _initialize(root: FSDPState) -> Schedule:
         state.schedule = schedule
         state.name = name or "(root)"
         for group in state.groups:
-            group.name = state.name
             group.comm.pool = pool
             schedule.add(group, state.settings, is_root=state is root)
     return schedule
