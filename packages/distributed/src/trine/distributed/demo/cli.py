@@ -25,7 +25,7 @@ from trine.distributed.demo.settings import Outcome, Settings
 from trine.distributed.demo.text import read_text
 from trine.distributed.demo.train import train
 from trine.distributed.process_groups import check_backend, destroy_process_group, launched
-from trine.distributed.testing import RanksFailed, check_world_size, run_on_ranks
+from trine.distributed.testing import check_world_size, run_on_ranks
 
 __all__ = ["main"]
 
@@ -84,9 +84,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
     add("--steps", type=int, default=_DEFAULT_STEPS, help="training steps (default: %(default)s)")
     add("--backend", help="gloo, nccl, ... (default: what suits the device)")
     add("--precision", default="fp32", help="fp32, amp_bf16 or bf16 (default: %(default)s)")
-    add(
-        "--out", type=Path, default=Path("trine-demo"), metavar="DIR", help="(default: %(default)s)"
-    )
+    add("--out", type=Path, default="trine-demo", metavar="DIR", help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     add("--check", action="store_true", help="train the unsharded model too, compare every loss")
     given = parser.parse_args(argv)
@@ -112,13 +110,16 @@ def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
 
 
 def _precision(name: str) -> Precision:
-    precision = Precision.parse(name)
-    if precision not in (Precision.FP32, Precision.AMP_BF16, Precision.BF16):
-        raise ValueError(
-            f"The demo does not scale losses, which {precision} needs to train well. "
-            "Choose one of: fp32, amp_bf16, bf16."
-        )
-    return precision
+    usable = (Precision.FP32, Precision.AMP_BF16, Precision.BF16)
+    if name.lower() in usable:
+        return Precision(name.lower())
+    known = name.lower() in tuple(Precision)
+    reason = (
+        f"The demo does not scale losses, which {name} needs to train well."
+        if known
+        else f"Unknown precision {name!r}."
+    )
+    raise ValueError(f"{reason} Choose one of: {', '.join(usable)}.")
 
 
 def _ranks(asked: int | None, backend: str) -> int:

@@ -48,7 +48,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
 
 
 class GPT(nn.Module):

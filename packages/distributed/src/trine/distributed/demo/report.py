@@ -40,7 +40,9 @@ def print_report(settings: Settings, outcomes: list[Outcome], recorder: Recorder
         _line("check" if agrees else "CHECK FAILED", sentence)
     _line("speed", f"{tokens_per_s:,.0f} tokens/s over {first.train_s:.1f} s, all ranks together")
     _line("peak memory", _per_rank([o.peak_nbytes for o in outcomes]) + " (resident)")
-    _line("bytes sent", f"{_per_rank(sent)}; {_mebibytes(sum(sent) / settings.steps)} per step")
+    _line(
+        "bytes sent", f"{_per_rank(sent)}; {_mebibytes(sum(sent) / settings.steps)} per step in all"
+    )
     print(f"\nWhat it writes after {settings.steps} steps:\n")
     for line in first.sample.decode(errors="replace").splitlines():
         print(f"    {''.join(c if c.isprintable() else '·' for c in line)}".rstrip())

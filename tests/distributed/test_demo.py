@@ -1,0 +1,287 @@
+"""The demo as its user meets it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from trine.distributed.demo import cli, main
+from trine.distributed.demo.model import GPT, GPTConfig
+from trine.distributed.demo.progress import Progress
+from trine.distributed.demo.settings import Outcome
+
+DEMO = [sys.executable, "-m", "trine.distributed.demo"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture(autouse=True)
+def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_bytes(Path(__file__).read_bytes())
+    return file
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    status: int
+    report: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of two steps on two ranks, for the tests that look at what it left."""
+    folder = tmp_path_factory.mktemp("demo")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = main(["--text", __file__, "--steps", "2", "--check", "--out", str(folder / "out")])
+    return Run(folder / "out", status, printed.getvalue())
+
+
+def test_a_run_ends_with_its_loss_its_cost_and_where_its_files_are(finished: Run) -> None:
+    shown = dict(re.findall(r"^([a-z]+(?: [a-z]+)?)  +(.+)$", finished.report, re.MULTILINE))
+
+    assert finished.status == 0
+    assert re.match(r"5\.\d+ -> \d\.\d+ nats per byte", shown["loss"])
+    assert shown["check"].startswith("all 2 losses equal those of the unsharded model to 0.001")
+    assert re.match(r"[\d,]+ tokens/s", shown["speed"])
+    assert re.match(r"rank 0: [\d,.]+ MiB, rank 1: [\d,.]+ MiB", shown["peak memory"])
+    assert re.match(r"rank 0: [\d,.]+ MiB, rank 1: [\d,.]+ MiB", shown["bytes sent"])
+    assert "timeline" in shown
+    assert shown["checkpoint"] == str(finished.folder / "checkpoint")
+    assert "What it writes after 2 steps:" in finished.report
+
+
+def test_the_bytes_counted_are_those_that_sharding_has_to_move(finished: Run) -> None:
+    sent = json.loads((finished.folder / "demo.json").read_text())["sent_nbytes"]
+
+    model = GPT(GPTConfig())
+    in_blocks = 4 * sum(p.numel() for p in model.blocks.parameters())
+    in_all = 4 * sum(p.numel() for p in model.parameters())
+    # Of two ranks each sends half: of blocks for forward, backward and gradients, of the
+    # root, which stays gathered in between, for forward and gradients. Two steps.
+    least = 2 * (3 * in_blocks + 2 * (in_all - in_blocks)) // 2
+    assert sent == [pytest.approx(least, rel=1e-4)] * 2  # shards start at aligned addresses
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_checkpoint_holds_the_whole_trained_model(finished: Run) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig())
+    untrained = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = {name: {"exp_avg": torch.zeros_like(v)} for name, v in model.named_parameters()}
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": moments, "step": 0}
+
+    load(state, checkpoint_id=finished.folder / "checkpoint", no_dist=True)
+
+    assert state["step"] == 2
+    for name, value in untrained.items():
+        assert not torch.equal(state["model"][name], value), name
+        assert state["optimizer"][name]["exp_avg"].abs().sum() > 0, name
+    assert not (finished.folder / "checkpoint.unfinished").exists()
+
+
+def test_a_second_run_replaces_what_the_first_one_wrote(tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+
+    for ranks, shards in (("2", 2), ("1", 1)):
+        options = ["--text", str(text), "--steps", "1", "--out", str(out), "--ranks", ranks]
+        assert main(options) == 0
+
+        assert len(list((out / "checkpoint").glob("*.distcp"))) == shards
+
+
+def test_under_torchrun_the_demo_joins_the_ranks_that_are_there(tmp_path: Path, text: Path) -> None:
+    options = ["--text", str(text), "--steps", "2", "--check", "--out", "out"]
+
+    done = subprocess.run(
+        [*TORCHRUN, "-m", "trine.distributed.demo", *options],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step     2 of 2") == 1  # rank 0 only
+    assert re.search(r"^check +all 2 losses equal", done.stdout, re.MULTILINE)
+
+
+def living_processes_of_session(session: int) -> list[str]:
+    command = ["ps", "-A", "-o", "sess=,stat=,pid=,args="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+    return [args for sess, stat, args in rows if sess == str(session) and stat[0] != "Z"]
+
+
+def test_ctrl_c_ends_the_demo_and_all_of_its_processes(tmp_path: Path, text: Path) -> None:
+    demo = subprocess.Popen(
+        [*DEMO, "--text", str(text), "--steps", "100000", "--out", "out"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    assert demo.stdout is not None
+    while not demo.stdout.readline().startswith("step     1"):
+        assert demo.poll() is None
+
+    os.killpg(demo.pid, signal.SIGINT)
+    demo.wait(timeout=5)
+    _, errors = demo.communicate(timeout=5)  # ends when nobody holds its output any more
+
+    assert demo.returncode == 130
+    assert errors.strip() == "Stopped."
+    assert living_processes_of_session(demo.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--text", "missing.txt"], "There is no missing.txt."),
+        (["--text", os.devnull], f"{os.devnull} is empty"),
+        (["--ranks", "100000"], "100000 ranks were asked for, but this machine"),
+        (["--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
+        (["--backend", "glue"], "Unknown backend 'glue'. Backends that work here: "),
+        (["--precision", "fp7"], "Unknown precision 'fp7'. Choose one of: fp32, amp_bf16, bf16."),
+        (["--precision", "fp16"], "The demo does not scale losses, which fp16 needs"),
+        (["--out", f"{os.devnull}/out"], f"--out {os.devnull}/out cannot be written"),
+        (["--steps", "0"], "--steps 0: expected at least 1."),
+        (["--seed", "-1"], "--seed -1: expected a number from 0"),
+    ],
+)
+def test_a_mistake_is_answered_with_one_sentence_and_status_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    status = main(options)
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.err.startswith(f"error: {told}")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_files_that_are_not_the_demos_are_left_alone(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["--text", str(text), "--out", str(tmp_path)])  # text.txt lies there
+
+    assert status == 2
+    assert "holds files that are not from an earlier run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [text]
+
+
+def test_half_a_launcher_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+
+    assert main([]) == 2
+    assert "sets RANK but not WORLD_SIZE" in capsys.readouterr().err
+
+
+OUTCOME = Outcome(
+    losses=[5.5, 4.0],
+    reference_losses=[5.5, 4.0],
+    parameters=10,
+    train_s=1.0,
+    tokens=100,
+    sent_nbytes=2**20,
+    peak_nbytes=2**28,
+    sample=b"def \xff\n",
+)
+
+
+def test_losses_that_differ_from_the_unsharded_ones_give_status_1(
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = replace(OUTCOME, reference_losses=[5.5, 4.5])
+    monkeypatch.setattr(cli, "find_recorder", lambda: None)
+    options = ["--text", str(text), "--out", str(tmp_path / "out"), "--steps", "2", "--check"]
+
+    for outcome, expected in ((OUTCOME, 0), (wrong, 1)):
+        monkeypatch.setattr(cli, "run_on_ranks", lambda *_, outcome=outcome, **__: [outcome] * 2)
+        assert main(options) == expected
+
+    assert "CHECK FAILED" in capsys.readouterr().out
+
+
+def test_without_a_recorder_the_report_says_what_to_install(
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "find_recorder", lambda: None)
+    monkeypatch.setattr(cli, "run_on_ranks", lambda *_, **__: [OUTCOME])
+
+    main(["--text", str(text), "--out", str(tmp_path / "out"), "--steps", "2"])
+
+    out = capsys.readouterr().out
+    assert "pip install trine-tools" in out
+    assert "    def \N{REPLACEMENT CHARACTER}\n" in out
+    assert re.search(r"^speed +100 tokens/s", out, re.MULTILINE)
+
+
+def test_progress_is_some_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    progress = Progress(100, stream)
+
+    for step in range(1, 101):
+        progress.show(step, 2.0, 1000.0)
+    progress.close()
+
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "step     1 of 100   loss 2.000   1,000 tokens/s"
+    assert lines[-1].startswith("step   100 of 100")
+    assert len(lines) == 21
+
+
+def test_progress_is_one_line_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream:
+        progress = Progress(2, stream)
+        progress.show(1, 2.0, 1000.0)
+        progress.show(2, 1.5, 1000.0)
+        progress.close()
+        shown = os.read(ours, 2**16).decode()
+    os.close(ours)
+
+    assert shown.count("\n") == 1
+    assert shown.count("\r\x1b") == 0
+    assert "1/2   loss 2.000" in shown
+    assert "2/2   loss 1.500" in shown
+    assert "░" not in shown.split("\r")[2]  # full at the end
