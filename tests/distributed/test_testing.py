@@ -175,7 +175,9 @@ def test_a_body_that_no_other_process_can_find_is_refused() -> None:
 
 @pytest.mark.parametrize("world_size", [0, -1, 10**6])
 def test_a_number_of_ranks_that_this_machine_cannot_run_is_refused(world_size: int) -> None:
-    with pytest.raises(ValueError, match=rf"{world_size} ranks were asked for.* 1 to \d+ with gloo"):
+    with pytest.raises(
+        ValueError, match=rf"{world_size} ranks were asked for.* 1 to \d+ with gloo"
+    ):
         run_on_ranks(rank_and_sum, world_size, 1.0)
 
     assert most_ranks() >= 1

@@ -31,7 +31,7 @@ __all__ = ["main"]
 
 _MARKER = "demo.json"
 _DEFAULT_RANKS = 2
-_DEFAULT_STEPS = 400
+_DEFAULT_STEPS = 350
 
 
 def main(argv: Sequence[str] | None = None) -> int:
