@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -210,6 +211,23 @@ def test_half_a_launcher_is_a_mistake(
     assert "sets RANK but not WORLD_SIZE" in capsys.readouterr().err
 
 
+def test_a_port_that_is_taken_is_answered_in_one_sentence(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (launcher | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+
+        status = main(["--text", str(text), "--out", str(tmp_path / "out")])
+
+    printed = capsys.readouterr().err
+    assert status == 1
+    assert printed.startswith(f"error: Port {port} (MASTER_PORT) is taken")
+    assert printed.count("\n") == 1
+
+
 OUTCOME = Outcome(
     losses=[5.5, 4.0],
     reference_losses=[5.5, 4.0],
@@ -285,3 +303,21 @@ def test_progress_is_one_line_on_a_terminal() -> None:
     assert "1/2   loss 2.000" in shown
     assert "2/2   loss 1.500" in shown
     assert "░" not in shown.split("\r")[2]  # full at the end
+
+
+def test_a_terminal_without_unicode_is_written_to_all_the_same(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "run_on_ranks", lambda *_, **__: [OUTCOME])
+    monkeypatch.setattr(cli, "find_recorder", lambda: None)
+    written = io.BytesIO()
+    terminal = io.TextIOWrapper(written, encoding="ascii")
+    terminal.isatty = lambda: True  # type: ignore[method-assign]  # for the progress bar
+
+    with contextlib.redirect_stdout(terminal):
+        Progress(1, terminal).show(1, 2.0, 1000.0)
+        main(["--text", str(text), "--out", str(tmp_path / "out"), "--steps", "2"])
+    terminal.flush()
+
+    assert "####" in written.getvalue().decode("ascii")
+    assert "    def ?\n" in written.getvalue().decode("ascii")

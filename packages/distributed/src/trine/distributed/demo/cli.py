@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,8 @@ _DEFAULT_STEPS = 350
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a small GPT on real text, sharded over ranks, and show where the time went."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot
     try:
         settings, ranks = _parse(argv)
         return _run(settings, ranks)

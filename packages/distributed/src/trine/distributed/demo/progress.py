@@ -24,6 +24,8 @@ class Progress:
         self._steps = steps
         self._stream = stream
         self._is_terminal = stream is not None and stream.isatty()
+        encoding = (getattr(stream, "encoding", None) or "").lower()
+        self._full, self._empty = "█░" if encoding.startswith("utf") else "#."
         self._every = max(1, steps // _LINES)
         self._drawn_at = 0.0
 
@@ -42,7 +44,7 @@ class Progress:
             room = shutil.get_terminal_size().columns - len(count) - len(numbers) - 6
             width = max(4, min(40, room))
             done = width * step // self._steps
-            bar = "█" * done + "░" * (width - done)
+            bar = self._full * done + self._empty * (width - done)
             self._stream.write(f"\r{bar} {count}   {numbers}\x1b[K")
             self._stream.flush()
 
