@@ -71,7 +71,7 @@ def test_a_run_ends_with_its_loss_its_cost_and_where_its_files_are(finished: Run
     assert re.match(r"rank 0: [\d,.]+ MiB, rank 1: [\d,.]+ MiB", shown["bytes sent"])
     assert "timeline" in shown
     assert shown["checkpoint"] == str(finished.folder / "checkpoint")
-    assert "What it writes after 2 steps:" in finished.report
+    assert "What it makes of 'def ' after 2 steps:" in finished.report
 
 
 def test_the_bytes_counted_are_those_that_sharding_has_to_move(finished: Run) -> None:

@@ -148,8 +148,8 @@ def _run(settings: Settings, ranks: int) -> int:
     if reports:
         _prepare(settings)
         print(
-            f"Training a GPT on {len(text.data):,} bytes of {text.title}: {ranks} "
-            f"rank{'s' * (ranks != 1)}, {settings.backend}, {settings.precision}.",
+            f"Training a GPT on {len(text.data):,} bytes of {text.title}\n"
+            f"across {ranks} rank{'s' * (ranks != 1)} ({settings.backend}, {settings.precision}).",
             flush=True,
         )
     if launched():

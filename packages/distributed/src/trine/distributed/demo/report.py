@@ -43,7 +43,7 @@ def print_report(settings: Settings, outcomes: list[Outcome], recorder: Recorder
     _line(
         "bytes sent", f"{_per_rank(sent)}; {_mebibytes(sum(sent) / settings.steps)} per step in all"
     )
-    print(f"\nWhat it writes after {settings.steps} steps:\n")
+    print(f"\nWhat it makes of 'def ' after {settings.steps} steps:\n")
     for line in first.sample.decode(errors="replace").splitlines():
         print(f"    {''.join(c if c.isprintable() else '·' for c in line)}".rstrip())
     print()

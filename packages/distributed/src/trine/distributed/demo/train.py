@@ -31,6 +31,7 @@ from trine.distributed.process_groups import init_process_group
 
 __all__ = ["train"]
 
+_PROMPT = b"def "
 _SAMPLE_BYTES = 240
 _WARM_UP = 40
 
@@ -114,7 +115,8 @@ def train(settings: Settings) -> Outcome:
         tokens=settings.steps * settings.batch * settings.model.context,
         sent_nbytes=sent.nbytes,
         peak_nbytes=_peak_nbytes(),
-        sample=generate(model, b"\n", _SAMPLE_BYTES, settings.model.context, settings.seed),
+        sample=_PROMPT
+        + generate(model, _PROMPT, _SAMPLE_BYTES, settings.model.context, settings.seed),
     )
 
 
