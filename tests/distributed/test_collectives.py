@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trine.distributed._fsdp.buffers import BufferPool
-from trine.distributed._fsdp.collectives import C10dComm, Comm, GlooComm, comm_for
+from trine.distributed._fsdp.collectives import C10dComm, Comm, GlooComm, LocalComm, comm_for
 
 RunOnRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def gather(kind: type[Comm], in_place: bool) -> None:
+def gather(kind: type[GlooComm] | type[C10dComm], in_place: bool) -> None:
     comm = kind(world_group(), BufferPool())
     out = torch.full((comm.world_size, 5), -1.0)
     shard = out[comm.rank] if in_place else torch.empty(5)
@@ -46,7 +46,7 @@ def test_row_r_of_an_all_gather_is_the_shard_of_rank_r(
     run_on_ranks(gather, world_size, kind, in_place)
 
 
-def reduce(kind: type[Comm], sent: torch.dtype, wanted: torch.dtype) -> None:
+def reduce(kind: type[GlooComm] | type[C10dComm], sent: torch.dtype, wanted: torch.dtype) -> None:
     comm = kind(world_group(), BufferPool())
     ranks = comm.world_size
     rows = comm.pool.acquire((ranks, 4), sent, CPU)
@@ -56,7 +56,7 @@ def reduce(kind: type[Comm], sent: torch.dtype, wanted: torch.dtype) -> None:
 
     reduction = comm.reduce_scatter(rows)
     reduction.wait()
-    reduction.mean_into(out)
+    reduction.sum_into(out, 1 / ranks)
 
     mean_rank = sum(range(ranks)) / ranks
     expected = (mean_rank + 10 * comm.rank + torch.arange(4.0)).to(wanted)
@@ -74,7 +74,7 @@ def reduce(kind: type[Comm], sent: torch.dtype, wanted: torch.dtype) -> None:
         (torch.float64, torch.float64),
     ],
 )
-def test_a_reduce_scatter_gives_each_rank_the_mean_of_its_row(
+def test_a_reduce_scatter_gives_each_rank_the_scaled_sum_of_its_row(
     run_on_ranks: RunOnRanks,
     world_size: int,
     kind: type[Comm],
@@ -91,7 +91,7 @@ def sum_in_fp32() -> None:
     rows = torch.full((3, 1), value, dtype=torch.bfloat16)
     out = torch.empty(1)
 
-    comm.reduce_scatter(rows).mean_into(out)
+    comm.reduce_scatter(rows).sum_into(out, 1 / 3)
 
     assert out.item() == pytest.approx(258 / 3)
 
@@ -106,7 +106,7 @@ def reuse_buffers() -> int:
     for _ in range(5):
         rows = comm.pool.acquire((2, 1000), torch.float32, CPU).fill_(1.0)
         seen.add(rows.data_ptr())
-        comm.reduce_scatter(rows).mean_into(torch.empty(1000))
+        comm.reduce_scatter(rows).sum_into(torch.empty(1000), 0.5)
     return len(seen)
 
 
@@ -121,3 +121,19 @@ def chosen() -> str:
 
 def test_gloo_groups_get_the_collectives_made_for_gloo(run_on_ranks: RunOnRanks) -> None:
     assert run_on_ranks(chosen, 2) == ["GlooComm", "GlooComm"]
+
+
+def test_a_rank_on_its_own_sends_nothing(run_on_ranks: RunOnRanks) -> None:
+    assert run_on_ranks(chosen, 1) == ["LocalComm"]
+
+
+def test_a_rank_on_its_own_gathers_and_sums_what_it_has() -> None:
+    comm = LocalComm(BufferPool())
+    out, summed = torch.empty(1, 3), torch.empty(3)
+
+    comm.all_gather(out, torch.arange(3.0)).wait()
+    rows = comm.pool.acquire((1, 3), torch.bfloat16, CPU).fill_(2.0)
+    comm.reduce_scatter(rows).sum_into(summed, 0.5)
+
+    assert out.tolist() == [[0.0, 1.0, 2.0]]
+    assert summed.tolist() == [1.0, 1.0, 1.0]

@@ -17,7 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from trine.distributed import fsdp
-from trine.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from trine.distributed.fsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,8 +39,8 @@ def test_a_module_without_parameters_is_refused() -> None:
 
 
 def test_something_that_is_no_module_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"shards an nn\.Module, got int"):
-        fully_shard(3)  # type: ignore[type-var]  # the mistake under test
+    with pytest.raises(TypeError, match=r"shards an nn\.Module or a list of them, got int"):
+        fully_shard(3)
 
 
 def test_a_second_call_on_one_module_is_refused() -> None:
@@ -120,7 +126,6 @@ def test_parameters_that_are_distributed_already_are_refused_by_name() -> None:
         ("reshard_after_forward", 2),
         ("shard_placement_fn", lambda param: None),
         ("offload_policy", CPUOffloadPolicy()),
-        ("dp_mesh_dims", object()),
     ],
 )
 def test_an_argument_that_is_not_implemented_is_named(name: str, value: object) -> None:
@@ -130,14 +135,36 @@ def test_an_argument_that_is_not_implemented_is_named(name: str, value: object) 
         fully_shard(nn.Linear(2, 2), **arguments)
 
 
-def test_ignored_parameters_lists_of_modules_and_2d_meshes_are_named_as_not_implemented() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(NotImplementedError, match="ignored_params"):
-        fully_shard(model, ignored_params=set(model.parameters()))
-    with pytest.raises(NotImplementedError, match="a list of modules"):
-        fully_shard([model])  # type: ignore[type-var]  # not implemented yet
-    with pytest.raises(NotImplementedError, match="more than one axis"):
-        fully_shard(model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")))
+def test_a_mesh_of_three_axes_needs_names_for_its_parts() -> None:
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("pp", "dp", "tp"))
+
+    with pytest.raises(ValueError, match=r"3 axes .*dp_mesh_dims"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(ValueError, match=r"no axis 'fsdp'; its axes are \['pp', 'dp', 'tp'\]"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("fsdp"))
+
+
+def test_dims_that_name_no_axis_or_one_twice_are_refused_where_they_are_made() -> None:
+    with pytest.raises(ValueError, match="names no axis"):
+        DataParallelMeshDims()
+    with pytest.raises(ValueError, match=r"\['dp'\] for sharding and for replicating"):
+        DataParallelMeshDims(shard="dp", replicate=("dp", "ddp"))
+
+
+def test_lists_that_cannot_be_one_unit_are_refused() -> None:
+    outer = nn.Sequential(nn.Linear(2, 2))
+
+    with pytest.raises(ValueError, match="empty list"):
+        fully_shard([])
+    with pytest.raises(ValueError, match="holds one module twice"):
+        fully_shard([outer, outer])
+    with pytest.raises(ValueError, match="the Sequential contains the Linear"):
+        fully_shard([outer, outer[0]])
+
+
+def test_ignored_params_that_are_no_parameters_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"ignored_params holds parameters, got str"):
+        fully_shard(nn.Linear(2, 2), ignored_params={"weight"})  # type: ignore[arg-type]
 
 
 def test_a_policy_that_is_no_dtype_is_refused_where_it_is_made() -> None:

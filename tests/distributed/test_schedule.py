@@ -8,7 +8,13 @@ from trine.distributed._fsdp.schedule import Phase, Schedule, UnitSettings
 
 
 class FakeUnit:
-    """Writes its calls into a list of its own and one that all units of a test share."""
+    """Writes its calls into a list of its own and one that all units of a test share.
+
+    Its reduction takes `collectives` collectives, one after the other.
+    """
+
+    collectives = 1
+    _steps_left = 0
 
     def __init__(self, name: str, journal: list[str]) -> None:
         self.name = name
@@ -30,12 +36,15 @@ class FakeUnit:
 
     def reduce_grads(self) -> None:
         self._note("reduce_grads")
+        self._steps_left = self.collectives
 
     def keep_grads(self) -> None:
         self._note("keep_grads")
 
-    def finish_reduce(self) -> None:
+    def finish_reduce(self) -> bool:
         self._note("finish_reduce")
+        self._steps_left -= 1
+        return self._steps_left <= 0
 
     def reset(self) -> None:
         self._note("reset")
@@ -222,6 +231,64 @@ def test_a_reduction_overlaps_the_next_backward_and_no_more_than_one_is_open() -
         "a.finish_reduce",
         "root.finish_reduce",
     ]
+
+
+def test_a_reduction_of_two_collectives_goes_on_as_later_ones_start() -> None:
+    tree = Tree("a", "b", "c")
+    for unit in (tree.root, *tree.blocks):
+        unit.collectives = 2
+    tree.forward()
+    tree.forget()
+
+    tree.backward()
+
+    journal = [e for e in tree.journal if e.endswith(("reduce_grads", "finish_reduce"))]
+    assert journal == [
+        "c.reduce_grads",
+        "b.reduce_grads",
+        "c.finish_reduce",  # its first collective is over, the second starts
+        "a.reduce_grads",
+        "c.finish_reduce",
+        "b.finish_reduce",
+        "root.reduce_grads",
+        "b.finish_reduce",
+        "a.finish_reduce",
+        "a.finish_reduce",
+        "root.finish_reduce",
+        "root.finish_reduce",
+    ]
+
+
+def test_a_unit_of_two_modules_is_gathered_for_the_first_and_freed_after_both() -> None:
+    tree = Tree()
+    pair = FakeUnit("pair", tree.journal)
+    tree.schedule.add(pair, UnitSettings(), parts=2)
+    schedule = tree.schedule
+    schedule.begin_forward()
+
+    assert schedule.pre_forward(pair, 0) is True
+    schedule.post_forward(pair, 0, grads_wanted=True)
+    assert "reshard" not in pair.calls
+    assert schedule.pre_forward(pair, 1) is False
+    schedule.post_forward(pair, 1, grads_wanted=True)
+
+    assert pair.calls.count("reshard") == 1
+    assert schedule.phase_of(pair) is Phase.AWAITS_BACKWARD
+
+
+def test_a_unit_of_which_one_module_ran_is_freed_when_the_root_has_computed() -> None:
+    tree = Tree()
+    pair = FakeUnit("pair", tree.journal)
+    tree.schedule.add(pair, UnitSettings(), parts=2)
+    schedule = tree.schedule
+    schedule.begin_forward()
+    schedule.pre_forward(pair, 0)
+    schedule.post_forward(pair, 0, grads_wanted=True)
+
+    schedule.end_forward()
+
+    assert pair.calls[-1] == "reshard"
+    assert schedule.phase_of(pair) is Phase.AWAITS_BACKWARD
 
 
 def test_a_block_whose_backward_never_came_is_reduced_at_the_end_like_on_other_ranks() -> None:

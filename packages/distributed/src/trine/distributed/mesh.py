@@ -1,18 +1,20 @@
-"""Meshes: the axes along which the ranks of the world are laid out."""
+"""Meshes: the axes along which the ranks of the world are laid out, and what each is for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from trine.core import Device, get_device
 from trine.distributed.process_groups import init_process_group
 
-__all__ = ["init_mesh"]
+__all__ = ["DataParallelMeshDims", "MeshAxes", "init_mesh"]
 
 
 def init_mesh(
@@ -59,3 +61,124 @@ def _check(axes: Mapping[str, int], world_size: int) -> None:
             f"{world_size}. Start {needed} (torchrun --nproc-per-node {needed}), or choose axes "
             f"whose sizes multiply to {world_size}."
         )
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a mesh are for data parallelism, by name.
+
+    Attributes:
+        shard: axis, or axes taken as one, over which parameters are sharded.
+        replicate: axis, or axes taken as one, over which they are replicated.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError(
+                "DataParallelMeshDims names no axis. Give shard, replicate, or both: "
+                "DataParallelMeshDims(shard='fsdp', replicate='ddp')."
+            )
+        both = set(self.shard_names) & set(self.replicate_names)
+        if both:
+            raise ValueError(
+                f"DataParallelMeshDims names {sorted(both)} for sharding and for replicating. "
+                "An axis can do one of the two."
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The axes to shard over, none, one or more."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The axes to replicate over, none, one or more."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+class MeshAxes:
+    """A mesh resolved into what sharding needs: a group to shard over, one to replicate over.
+
+    Args:
+        mesh: 1-D: sharded over; 2-D: replicated over the first axis and sharded over the
+            second, unless `dims` says otherwise.
+        dims: names the axes. Parameters are replicated over axes that it does not name.
+
+    Attributes:
+        shard_group: the ranks that hold the parts of one copy; None if each holds it whole.
+        shard_size: how many.
+        shard_rank: which of them this rank is.
+        replicate_group: the ranks that hold the same part; None if there is no other.
+        replicate_size: how many.
+    """
+
+    def __init__(self, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> None:
+        if dims is None:
+            if mesh.ndim > 2:
+                raise ValueError(
+                    f"The mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: say which of them are "
+                    "for data parallelism with dp_mesh_dims=DataParallelMeshDims(shard=..., "
+                    "replicate=...), or pass a 1-D or 2-D part of it such as mesh['fsdp']."
+                )
+            shard_axes, replicate_axes = [mesh.ndim - 1], list(range(mesh.ndim - 1))
+        else:
+            shard_axes = [_axis(mesh, name) for name in dims.shard_names]
+            replicate_axes = [_axis(mesh, name) for name in dims.replicate_names]
+        self.mesh = mesh
+        self._shard_axes = shard_axes
+        self.shard_group, self.shard_size, self.shard_rank = _group(mesh, shard_axes)
+        self.replicate_group, self.replicate_size, _ = _group(mesh, replicate_axes)
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that the ranks compute on."""
+        return self.mesh.device_type
+
+    def placements(self, dim: int) -> list[Placement]:
+        """How DTensor calls a parameter whose `dim` is sharded over these axes."""
+        return [
+            Shard(dim) if axis in self._shard_axes else Replicate()
+            for axis in range(self.mesh.ndim)
+        ]
+
+
+def _axis(mesh: DeviceMesh, name: str) -> int:
+    names = mesh.mesh_dim_names or ()
+    if name not in names:
+        raise ValueError(
+            f"The mesh has no axis {name!r}; its axes are {list(names) or 'not named'}. Name "
+            "them when the mesh is made: init_mesh({'replicate': 2, 'shard': 4})."
+        )
+    return names.index(name)
+
+
+def _group(mesh: DeviceMesh, axes: list[int]) -> tuple[dist.ProcessGroup | None, int, int]:
+    """The group of the ranks that differ from this one in `axes` only; its size; our place."""
+    if not axes:
+        return None, 1, 0
+    if len(axes) == 1:
+        return mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0])
+    if axes != sorted(axes):
+        raise ValueError(
+            f"The axes {[(mesh.mesh_dim_names or ())[a] for a in axes]} are taken as one, so they "
+            f"must be named in the order of the mesh, {list(mesh.mesh_dim_names or ())}."
+        )
+    others = [axis for axis in range(mesh.ndim) if axis not in axes]
+    size = prod(mesh.size(axis) for axis in axes)
+    ours: dist.ProcessGroup | None = None
+    # Every rank takes part in making every group: that is the rule of new_group.
+    for ranks in mesh.mesh.permute(*others, *axes).reshape(-1, size).tolist():
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            ours = group
+    assert isinstance(ours, dist.ProcessGroup)
+    return ours, size, ours.rank()

@@ -23,7 +23,7 @@ from torch import Tensor
 from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
 
-__all__ = ["C10dComm", "Comm", "GlooComm", "Pending", "PendingReduce", "comm_for"]
+__all__ = ["C10dComm", "Comm", "GlooComm", "LocalComm", "Pending", "PendingReduce", "comm_for"]
 
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 # Looked up by name, because type checkers refuse the old ones.
@@ -70,33 +70,34 @@ class Pending:
 
 
 class PendingReduce(ABC):
-    """A reduce-scatter under way. Buffers return to the pool in `mean_into`."""
+    """A reduce-scatter under way. Buffers return to the pool in `sum_into`."""
 
     pending: Pending
 
     def wait(self) -> None:
-        """Return when `mean_into` will not block."""
+        """Return when `sum_into` will not block."""
         self.pending.wait()
 
     @abstractmethod
-    def mean_into(self, out: Tensor) -> None:
-        """Write the mean over ranks of this rank's row into `out` (1-D, any dtype)."""
+    def sum_into(self, out: Tensor, scale: float) -> None:
+        """Write `scale` times the sum over ranks of this rank's row into `out` (1-D, any dtype)."""
 
 
 class Comm(ABC):
-    """Collectives over one process group.
+    """Collectives over the ranks among which parameters are sharded.
 
     Args:
-        group: the ranks among which parameters are sharded.
         pool: where buffers come from.
+        rank: which of the ranks this one is.
+        world_size: how many there are.
+        backend: who carries the bytes, for reports.
     """
 
-    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        self.group = group
+    def __init__(self, pool: BufferPool, rank: int, world_size: int, backend: str) -> None:
         self.pool = pool
-        self.rank = group.rank()
-        self.world_size = group.size()
-        self.backend: str = dist.get_backend(group)
+        self.rank = rank
+        self.world_size = world_size
+        self.backend = backend
 
     @abstractmethod
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
@@ -109,18 +110,36 @@ class Comm(ABC):
 
     @abstractmethod
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
-        """Start to reduce over ranks; this rank gets the mean of its row.
+        """Start to sum over ranks; this rank gets the sum of its row.
 
         Args:
             rows: shape (world_size, n), contiguous, from the pool; given up by the caller.
         """
 
 
+class LocalComm(Comm):
+    """One rank: nothing is sent."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        super().__init__(pool, 0, 1, "local")
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        """A copy, unless it is there."""
+        if out.data_ptr() != shard.data_ptr():
+            out[0].copy_(shard)
+        return Pending([])
+
+    def reduce_scatter(self, rows: Tensor) -> PendingReduce:
+        """The only row."""
+        return _LocalSum(Pending([]), rows, None, self.pool)
+
+
 class GlooComm(Comm):
     """gloo: broadcasts instead of its all-gather, all-to-all and a sum instead of its reduce."""
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        super().__init__(group, pool)
+        super().__init__(pool, group.rank(), group.size(), "gloo")
+        self.group = group
         self._options = []
         for root in range(self.world_size):
             options = dist.BroadcastOptions()
@@ -133,7 +152,7 @@ class GlooComm(Comm):
         own = out[self.rank]
         aliased = own.data_ptr() == shard.data_ptr()
         works: list[dist.Work | None] = []
-        if self.world_size > 1 and shard.numel():
+        if shard.numel():
             for root, options in enumerate(self._options):
                 row = shard if root == self.rank else out[root]
                 works.append(self.group.broadcast([row], options))
@@ -142,17 +161,15 @@ class GlooComm(Comm):
         return Pending(works)
 
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
-        """One all-to-all; the sum is formed in `mean_into`, in the order of ranks."""
-        if self.world_size == 1:
-            return _LocalMean(Pending([]), rows, None, self.pool)
+        """One all-to-all; the sum is formed in `sum_into`, in the order of ranks."""
         received = self.pool.acquire(tuple(rows.shape), rows.dtype, rows.device)
         work = dist.all_to_all_single(
             received.view(-1), rows.view(-1), group=self.group, async_op=True
         )
-        return _LocalMean(Pending([work]), received, rows, self.pool)
+        return _LocalSum(Pending([work]), received, rows, self.pool)
 
 
-class _LocalMean(PendingReduce):
+class _LocalSum(PendingReduce):
     """Row r of `received` came from rank r. Half types are summed in fp32."""
 
     def __init__(
@@ -163,33 +180,38 @@ class _LocalMean(PendingReduce):
         self._sent = sent
         self._pool = pool
 
-    def mean_into(self, out: Tensor) -> None:
+    def sum_into(self, out: Tensor, scale: float) -> None:
         self.wait()
         if self._sent is not None:
             self._pool.release(self._sent)
         rows = self._received
-        ranks = rows.shape[0]
         exact = torch.promote_types(rows.dtype, torch.float32)
-        if out.dtype is exact and rows.dtype is exact and ranks > 1:
+        if rows.shape[0] == 1:
+            torch.mul(rows[0], scale, out=out) if out.dtype is rows.dtype else out.copy_(
+                rows[0].to(exact).mul_(scale)
+            )
+        elif out.dtype is exact and rows.dtype is exact:
             torch.add(rows[0], rows[1], out=out)
             for row in rows[2:]:
                 out.add_(row)
-            out.mul_(1 / ranks)
-        elif ranks == 1:
-            out.copy_(rows[0])
+            out.mul_(scale)
         else:
-            out.copy_(rows.sum(0, dtype=exact).mul_(1 / ranks))
+            out.copy_(rows.sum(0, dtype=exact).mul_(scale))
         self._pool.release(rows)
 
 
 class C10dComm(Comm):
-    """Any other backend: its own all-gather and reduce-scatter."""
+    """Any other backend: its own all-gather and reduce-scatter.
+
+    Attributes:
+        averages: whether the backend divides before it adds, so that sums of half types do
+            not overflow; nccl can.
+    """
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        super().__init__(group, pool)
-        # nccl divides before it adds, so that sums of half types do not overflow; others
-        # cannot average, and the division follows.
-        self._averages = self.backend == "nccl"
+        super().__init__(pool, group.rank(), group.size(), dist.get_backend(group))
+        self.group = group
+        self.averages = self.backend == "nccl"
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """The backend's all-gather."""
@@ -200,33 +222,35 @@ class C10dComm(Comm):
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
         """The backend's reduce-scatter."""
         result = self.pool.acquire((rows.shape[1],), rows.dtype, rows.device)
-        op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
         work = _reduce_scatter_single(result, rows.view(-1), op=op, group=self.group, async_op=True)
-        factor = 1.0 if self._averages else 1 / self.world_size
-        return _RemoteSum(Pending([work]), result, rows, factor, self.pool)
+        times = float(self.world_size) if self.averages else 1.0
+        return _RemoteSum(Pending([work]), result, rows, times, self.pool)
 
 
 class _RemoteSum(PendingReduce):
-    """The backend has reduced; `factor` makes it the mean."""
+    """The backend has reduced; `times` its result is the sum."""
 
     def __init__(
-        self, pending: Pending, result: Tensor, sent: Tensor, factor: float, pool: BufferPool
+        self, pending: Pending, result: Tensor, sent: Tensor, times: float, pool: BufferPool
     ) -> None:
         self.pending = pending
         self._result = result
         self._sent = sent
-        self._factor = factor
+        self._times = times
         self._pool = pool
 
-    def mean_into(self, out: Tensor) -> None:
+    def sum_into(self, out: Tensor, scale: float) -> None:
         self.wait()
         out.copy_(self._result)
-        if self._factor != 1.0:
-            out.mul_(self._factor)
+        if self._times * scale != 1.0:
+            out.mul_(self._times * scale)
         self._pool.release(self._sent)
         self._pool.release(self._result)
 
 
-def comm_for(group: dist.ProcessGroup, pool: BufferPool) -> Comm:
-    """The collectives that suit the backend of `group`."""
+def comm_for(group: dist.ProcessGroup | None, pool: BufferPool) -> Comm:
+    """The collectives that suit the backend of `group`; None is a group of this rank alone."""
+    if group is None or group.size() == 1:
+        return LocalComm(pool)
     return (GlooComm if dist.get_backend(group) == "gloo" else C10dComm)(group, pool)

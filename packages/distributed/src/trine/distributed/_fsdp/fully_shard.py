@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,13 +17,14 @@ from trine.distributed._fsdp.module import sharded_class
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import UnitSettings
 from trine.distributed._fsdp.state import FSDPState, set_state, state_of
-from trine.distributed.mesh import init_mesh
+from trine.distributed.mesh import DataParallelMeshDims, MeshAxes, init_mesh
 
 __all__ = ["fully_shard"]
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M")
 
 
 def fully_shard(
@@ -34,7 +36,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
     """Shard a module's parameters over ranks, in place; train it as if it were not.
 
@@ -47,22 +49,24 @@ def fully_shard(
     Args:
         module: changed in place: its class becomes `FSDP<name>` with the methods of
             `FSDPModule`, and its parameters, except those of modules sharded before, are
-            replaced by sharded ones. Buffers are left as they are.
-        mesh: a 1-D mesh of the ranks to shard over; None for all ranks.
+            replaced by sharded ones. Buffers are left as they are. A list of modules makes
+            one unit: gathered when the first of them runs, freed when all have run.
+        mesh: the ranks. 1-D: shard over it. 2-D: hold copies along the first axis and
+            shard each over the second (hybrid sharding). None: shard over all ranks.
         reshard_after_forward: free the gathered parameters after forward (True) or keep
             them until backward (False); None: True, but False for the root, whose backward
             comes first.
         shard_placement_fn: not implemented yet.
         mp_policy: dtypes of computation, reduction and output; None for the parameters' own.
         offload_policy: not implemented yet, except for the base class, which does nothing.
-        ignored_params: not implemented yet.
-        dp_mesh_dims: not implemented yet.
+        ignored_params: left as they are: not sharded, not gathered, not reduced.
+        dp_mesh_dims: which axes of `mesh` to shard and replicate over, by name.
 
     Returns:
         `module` itself.
 
     Raises:
-        ValueError: if the module is sharded already, has no parameters, has a 0-dim
+        ValueError: if a module is sharded already, has no parameters, has a 0-dim
             parameter, or shares one with a module that another call has sharded.
         TypeError: if `module` is not a module.
         NotImplementedError: for an argument that is not implemented yet, naming it.
@@ -70,39 +74,70 @@ def fully_shard(
     _refuse_unimplemented(
         shard_placement_fn=shard_placement_fn is not None,
         offload_policy=offload_policy is not None and type(offload_policy) is not OffloadPolicy,
-        ignored_params=bool(ignored_params),
-        dp_mesh_dims=dp_mesh_dims is not None,
-        module=isinstance(module, (list, tuple)),
         reshard_after_forward=type(reshard_after_forward) is int,
-        mesh=mesh is not None and mesh.ndim != 1,
     )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard shards an nn.Module, got {type(module).__name__}.")
-    if state_of(module) is not None:
-        raise ValueError(
-            f"fully_shard was called on this {type(module).__name__} before. One call per module."
-        )
-    if type(module).forward is nn.Module.forward:
-        raise ValueError(
-            f"{type(module).__name__} has no forward of its own, so nothing would ever gather "
-            "its parameters. Call fully_shard on the modules inside it instead."
-        )
-    params = managed_params(module)
-    if mesh is None:
-        mesh = init_mesh()
+    modules = _modules(module)
+    ignored = _check_ignored(ignored_params)
+    params = managed_params(modules, ignored)
+    axes = MeshAxes(init_mesh() if mesh is None else mesh, dp_mesh_dims)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    settings = UnitSettings(None if reshard_after_forward is None else bool(reshard_after_forward))
-    groups = _make_groups(params, mesh, policy, type(module).__name__)
-    state = FSDPState(module, mesh, policy, groups, settings)
-    set_state(module, state)
-    module.__class__ = sharded_class(type(module))  # type: ignore[assignment]  # a subclass
+    settings = UnitSettings(
+        reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward)
+    )
+    reduce_settings = ReduceSettings()
+    owner = " and ".join(type(each).__name__ for each in modules)
+    groups = _make_groups(params, axes, policy, reduce_settings, owner)
+    state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
+    for each in modules:
+        set_state(each, state)
+        each.__class__ = sharded_class(type(each))
     hooks.install(state)
     return module
 
 
+def _modules(given: object) -> tuple[nn.Module, ...]:
+    """The modules of a call, once all of them can be sharded."""
+    several = isinstance(given, (list, tuple))
+    modules = tuple(cast(Sequence[nn.Module], given)) if several else (cast(nn.Module, given),)
+    if not modules:
+        raise ValueError("fully_shard got an empty list. Give it at least one module.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"fully_shard shards an nn.Module or a list of them, got {type(module).__name__}."
+            )
+        name = type(module).__name__
+        if state_of(module) is not None:
+            raise ValueError(f"fully_shard was called on this {name} before. One call per module.")
+        if type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"{name} has no forward of its own, so nothing would ever gather its parameters. "
+                "Call fully_shard on the modules inside it instead."
+            )
+    if len(set(map(id, modules))) < len(modules):
+        raise ValueError("fully_shard got a list that holds one module twice.")
+    for module in modules:
+        inside = set(map(id, module.modules())) - {id(module)}
+        for other in modules:
+            if id(other) in inside:
+                raise ValueError(
+                    f"fully_shard got a list in which the {type(module).__name__} contains the "
+                    f"{type(other).__name__}. One unit is made of modules beside each other."
+                )
+    return modules
+
+
+def _check_ignored(given: set[nn.Parameter] | None) -> set[nn.Parameter]:
+    for param in given or ():
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(
+                f"ignored_params holds parameters, got {type(param).__name__}: pass the tensors "
+                "themselves, such as {model.head.bias}."
+            )
+    return given or set()
+
+
 _NOT_YET = {
-    "module": "a list of modules as one unit",
-    "mesh": "a mesh of more than one axis",
     "reshard_after_forward": "resharding to a smaller world size (an integer)",
 }
 
@@ -115,17 +150,20 @@ def _refuse_unimplemented(**given: bool) -> None:
 
 
 def _make_groups(
-    params: list[ManagedParam], mesh: DeviceMesh, policy: MixedPrecisionPolicy, owner: str
+    params: list[ManagedParam],
+    axes: MeshAxes,
+    policy: MixedPrecisionPolicy,
+    settings: ReduceSettings,
+    owner: str,
 ) -> list[ParamGroup]:
     """One group for each dtype, in the order in which the dtypes occur."""
-    by_dtype: dict[Any, list[ShardedParam]] = {}
+    by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for each in params:
-        sharded = ShardedParam(each.param, each.slots, mesh, each.fqn)
+        sharded = ShardedParam(each.param, each.slots, axes, each.fqn)
         by_dtype.setdefault(each.param.dtype, []).append(sharded)
         note_sharded(each.param, f"{owner}.{each.fqn}")
-    process_group = mesh.get_group()
     return [
         # Each with a pool of its own until the root lets them share one.
-        ParamGroup(members, mesh, comm_for(process_group, BufferPool()), policy)
+        ParamGroup(members, axes, comm_for(axes.shard_group, BufferPool()), policy, settings)
         for members in by_dtype.values()
     ]

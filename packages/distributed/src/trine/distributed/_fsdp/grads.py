@@ -35,9 +35,9 @@ class ShardedGrads:
         with torch.inference_mode(False):
             self.flat = torch.empty(layout.part_numel, dtype=first.dtype, device=first.local.device)
         self.layout = layout
-        rank = first.mesh.get_local_rank()
+        rank = first.axes.shard_rank
         self.tensors: list[DTensor] = [
-            as_dtensor(_rows(self.flat, offset, param, rank), param.layout, param.mesh)
+            as_dtensor(_rows(self.flat, offset, param, rank), param.layout, param.axes)
             for offset, param in zip(layout.offsets, params, strict=True)
         ]
         self._users = storage_users(self.flat)

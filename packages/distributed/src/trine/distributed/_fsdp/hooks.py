@@ -37,11 +37,16 @@ Kwargs = dict[str, Any]
 
 def install(state: FSDPState) -> None:
     """Wire a sharded module to its schedule."""
-    module = state.module
-    module.register_forward_pre_hook(partial(_pre_forward, state), prepend=True, with_kwargs=True)
-    module.register_forward_hook(partial(_post_forward, state), always_call=True)
-    for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-        register(partial(_show_sharded, state))  # type: ignore[no-untyped-call]  # torch's own
+    for module in state.modules:
+        module.register_forward_pre_hook(
+            partial(_pre_forward, state), prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(partial(_post_forward, state), always_call=True)
+        for register in (
+            module.register_state_dict_pre_hook,
+            module.register_load_state_dict_pre_hook,
+        ):
+            register(partial(_show_sharded, state))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _pre_forward(
@@ -50,14 +55,14 @@ def _pre_forward(
     schedule = root.schedule_of(state)
     if schedule.in_backward and not in_backward():
         schedule.reset()  # the last backward raised and never ended
-    if root.is_root(state):
+    part = state.modules.index(module)
+    if part == 0 and root.is_root(state):
         schedule.begin_forward()
-    for group in state.groups:
-        schedule.pre_forward(group)
+    begins = [schedule.pre_forward(group, part) for group in state.groups]
     policy = state.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-    if state.groups and torch.is_grad_enabled():
+    if any(begins) and torch.is_grad_enabled():
         args, kwargs = _watch_inputs(args, kwargs, partial(_post_backward, state, schedule))
     return args, kwargs
 
@@ -73,8 +78,11 @@ def _post_forward(state: FSDPState, module: nn.Module, args: Args, output: Any) 
     if state.policy.output_dtype is not None:
         output = cast_floating(output, state.policy.output_dtype)
     differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    part = state.modules.index(module)
     for group in state.groups:
-        schedule.post_forward(group, grads_wanted=bool(differentiable))
+        schedule.post_forward(group, part, grads_wanted=bool(differentiable))
+    if part == 0 and root.is_root(state):
+        schedule.end_forward()
     if state.groups:
         for tensor in differentiable:
             _on_grad(tensor, partial(_pre_backward, state, schedule))

@@ -7,7 +7,7 @@ call took. Shared parameters inside one call are one parameter with several slot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -45,23 +45,31 @@ def _sharded_as(param: nn.Parameter) -> str | None:
     return name if original is not None and original() is param else None
 
 
-def managed_params(module: nn.Module) -> list[ManagedParam]:
-    """The parameters that `fully_shard(module)` owns, in the order of `named_parameters`.
+def managed_params(
+    modules: Sequence[nn.Module], ignored: Collection[nn.Parameter] = ()
+) -> list[ManagedParam]:
+    """The parameters that a call on `modules` owns, in the order of `named_parameters`.
+
+    Args:
+        modules: of the call.
+        ignored: parameters to leave as they are.
 
     Raises:
         ValueError: if the module has no parameters, one of them is 0-dim, or one is shared
             with a module that has been sharded by another call.
         NotImplementedError: if one is a DTensor already.
     """
-    if next(module.parameters(), None) is None:
-        raise ValueError(
-            f"fully_shard got a {type(module).__name__}, which has no parameters to shard. "
-            "Call it on the modules that have some, and on their parent."
-        )
+    for module in modules:
+        if next(module.parameters(), None) is None:
+            raise ValueError(
+                f"fully_shard got a {type(module).__name__}, which has no parameters to shard. "
+                "Call it on the modules that have some, and on their parent."
+            )
+    skipped = {id(param) for param in ignored}
     found: dict[int, ManagedParam] = {}
-    for prefix, owner in _unmanaged_modules(module, ""):
+    for prefix, owner in _unmanaged_modules(modules):
         for name, param in module_parameters(owner).items():
-            if param is None:
+            if param is None or id(param) in skipped:
                 continue
             fqn = f"{prefix}.{name}" if prefix else name
             known = found.get(id(param))
@@ -73,18 +81,21 @@ def managed_params(module: nn.Module) -> list[ManagedParam]:
     return list(found.values())
 
 
-def _unmanaged_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _unmanaged_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below those of a call that no earlier call took, with their names."""
     seen: set[nn.Module] = set()
 
     def walk(node: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if node in seen or (node is not module and state_of(node) is not None):
+        if node in seen or (node not in modules and state_of(node) is not None):
             return
         seen.add(node)
         yield name, node
         for child_name, child in node.named_children():
             yield from walk(child, f"{name}.{child_name}" if name else child_name)
 
-    return walk(module, prefix)
+    for position, module in enumerate(modules):
+        # Several modules have no common name until their root is known.
+        yield from walk(module, "" if len(modules) == 1 else f"[{position}]")
 
 
 def _check(param: nn.Parameter, fqn: str) -> None:

@@ -21,8 +21,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.layout import ShardLayout
 from trine.distributed._fsdp.torch_internals import (
@@ -30,6 +29,7 @@ from trine.distributed._fsdp.torch_internals import (
     module_parameters,
     set_local_tensor,
 )
+from trine.distributed.mesh import MeshAxes
 
 __all__ = ["ShardedParam", "Slot", "as_dtensor"]
 
@@ -46,14 +46,14 @@ class Slot:
         return module_parameters(self.module).get(self.name)
 
 
-def as_dtensor(local: Tensor, layout: ShardLayout, mesh: DeviceMesh) -> DTensor:
+def as_dtensor(local: Tensor, layout: ShardLayout, axes: MeshAxes) -> DTensor:
     """`local` as this rank's rows of a tensor sharded along dim 0; memory is shared."""
     shape = torch.Size(layout.shape)
     with torch.no_grad():
         return DTensor.from_local(
             local,
-            mesh,
-            [Shard(0)],
+            axes.mesh,
+            axes.placements(0),
             run_check=False,
             shape=shape,
             stride=_contiguous_stride(shape),
@@ -70,12 +70,12 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class ShardedParam:
-    """One parameter, cut over the ranks of a 1-D mesh.
+    """One parameter, cut over ranks.
 
     Args:
         param: the whole parameter, equal on every rank; not changed.
         slots: where it stands; several if it is tied.
-        mesh: the ranks it is cut over.
+        axes: the ranks it is cut over.
         fqn: its name for messages.
 
     Attributes:
@@ -86,20 +86,20 @@ class ShardedParam:
     """
 
     def __init__(
-        self, param: nn.Parameter, slots: Sequence[Slot], mesh: DeviceMesh, fqn: str
+        self, param: nn.Parameter, slots: Sequence[Slot], axes: MeshAxes, fqn: str
     ) -> None:
         self.slots = tuple(slots)
         self.fqn = fqn
-        self.mesh = mesh
-        self.layout = ShardLayout(tuple(param.shape), mesh.size())
-        first, end = self.layout.rows_of(mesh.get_local_rank())
+        self.axes = axes
+        self.layout = ShardLayout(tuple(param.shape), axes.shard_size)
+        first, end = self.layout.rows_of(axes.shard_rank)
         with torch.no_grad():
             rows = param.detach()[first:end]
             if not rows.is_meta:
                 # A copy even where the slice is the whole: the original must be freeable.
-                rows = rows.to(mesh.device_type, copy=True).contiguous()
+                rows = rows.to(axes.device_type, copy=True).contiguous()
         self._set_sharded(
-            nn.Parameter(as_dtensor(rows, self.layout, mesh), requires_grad=param.requires_grad)
+            nn.Parameter(as_dtensor(rows, self.layout, axes), requires_grad=param.requires_grad)
         )
         for name, value in vars(param).items():
             setattr(self.sharded, name, value)
@@ -154,11 +154,11 @@ class ShardedParam:
             self.show_sharded()
         else:
             self.local = local_tensor(self._dtensor)
-        expected = self.layout.shape_of(self.mesh.get_local_rank())
+        expected = self.layout.shape_of(self.axes.shard_rank)
         if tuple(self.local.shape) != expected:
             raise ValueError(
                 f"{self.fqn} holds rows of shape {tuple(self.local.shape)} on rank "
-                f"{self.mesh.get_local_rank()}; expected {expected} of {self.layout.shape}."
+                f"{self.axes.shard_rank}; expected {expected} of {self.layout.shape}."
             )
 
     def bind(self, local: Tensor, unsharded: Tensor) -> None:

@@ -9,33 +9,25 @@ and nothing where there is nothing to do.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trine.core import tracing
-from trine.core.errors import TrineError
-from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
-from trine.distributed._fsdp.grads import ShardedGrads
+from trine.distributed._fsdp.collectives import Comm, Pending
 from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
-from trine.distributed._fsdp.torch_internals import chunk_cat
+from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
+from trine.distributed._fsdp.transfers import Transfer, Transfers
+from trine.distributed.mesh import MeshAxes
 
-__all__ = ["CommError", "ParamGroup", "refuse_meta"]
-
-T = TypeVar("T")
-
-
-class CommError(TrineError):
-    """A collective of the engine failed: usually another rank has gone."""
+__all__ = ["ParamGroup", "refuse_meta"]
 
 
 class _Storage(Enum):
@@ -47,26 +39,10 @@ class _Storage(Enum):
 
 
 @dataclass
-class _Transfer:
-    """A collective under way, and what to report when it is over."""
-
-    name: str
-    nbytes: int
-    start_ns: int
-
-
-@dataclass
-class _Gather(_Transfer):
+class _Gather:
+    transfer: Transfer
     pending: Pending
     out: Tensor
-
-
-@dataclass
-class _Reduction(_Transfer):
-    pending: PendingReduce
-    params: list[ShardedParam]
-    used: list[bool]
-    layout: GroupLayout
 
 
 class _OptimizerSteps:
@@ -92,9 +68,10 @@ class ParamGroup:
 
     Args:
         params: at least one, all of one dtype.
-        mesh: the ranks they are cut over.
-        comm: collectives over the mesh's group.
+        axes: the ranks they are cut over, and those that hold copies.
+        comm: collectives over the ranks they are cut over.
         policy: dtypes to gather and reduce in.
+        settings: how to reduce.
 
     Attributes:
         name: full name of the module whose parameters these are; see `rename`.
@@ -103,12 +80,13 @@ class ParamGroup:
     def __init__(
         self,
         params: Sequence[ShardedParam],
-        mesh: DeviceMesh,
+        axes: MeshAxes,
         comm: Comm,
         policy: MixedPrecisionPolicy,
+        settings: ReduceSettings,
     ) -> None:
         self.params = list(params)
-        self.mesh = mesh
+        self.axes = axes
         self.comm = comm
         self.policy = policy
         self.name = "(root)"
@@ -116,9 +94,10 @@ class ParamGroup:
         self.layout = GroupLayout([param.layout for param in self.params])
         self._holds = _Storage.EMPTY
         self._gather: _Gather | None = None
-        self._reduction: _Reduction | None = None
-        self._reduce_layouts: dict[tuple[bool, ...], GroupLayout] = {}
-        self._grads: dict[tuple[bool, ...], ShardedGrads] = {}
+        self._transfers = Transfers(comm)
+        self._reducer = GradReducer(
+            self.params, comm, axes.replicate_group, settings, self._transfers
+        )
         self._gathered_at = -1
         self._flat: Tensor | None = None
         _OptimizerSteps.watch()
@@ -161,14 +140,14 @@ class ParamGroup:
         self._whole = whole.untyped_storage()
         self._whole_nbytes = self._whole.nbytes()
         self._whole.resize_(0)
-        self._grads.clear()
+        self._reducer.forget_buffers()
 
     def _buffer(self) -> Tensor:
         """The flat shard buffer, rebuilt if a parameter was exchanged, cast or moved."""
         if self._flat is None or any(param.moved for param in self.params):
             for param in self.params:
                 param.refresh()
-            refuse_meta(self.meta_names(), self.mesh)
+            refuse_meta(self.meta_names(), self.axes.device_type)
             self._allocate()
         for param in self.params:
             param.fill()
@@ -187,7 +166,7 @@ class ParamGroup:
     def rename(self, name: str) -> None:
         """Take the full name that the module has under its root; parameters follow."""
         prefix = "" if name == "(root)" else f"{name}."
-        self.name = name
+        self.name = self._transfers.unit = name
         for param, below in zip(self.params, self._names_below, strict=True):
             param.fqn = prefix + below
 
@@ -210,8 +189,11 @@ class ParamGroup:
         else:
             shard = out[self.comm.rank]
             shard.copy_(flat)
-        pending = self._guarded("all_gather", lambda: self.comm.all_gather(out, shard))
-        self._gather = _Gather("all_gather", self._sent(out), start_ns, pending, out)
+        pending = self._transfers.guard("all_gather", lambda: self.comm.all_gather(out, shard))
+        sent = out[0].nbytes * (self.comm.world_size - 1)
+        self._gather = _Gather(
+            Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out
+        )
         self._gathered_at = _OptimizerSteps.count
         self._holds = _Storage.FILLING
 
@@ -224,7 +206,7 @@ class ParamGroup:
             self.unshard()
         gather = self._gather
         assert gather is not None
-        self._wait(gather, gather.pending)
+        self._transfers.wait(gather.transfer, gather.pending)
         self._gather = None
         with tracing.span("copy_out", "mem", self.name):
             self._whole.resize_(self._whole_nbytes)
@@ -257,85 +239,23 @@ class ParamGroup:
         for param in self.params:
             param.keep_grad(self._reduce_dtype)
 
-    @torch.no_grad()
     def reduce_grads(self) -> None:
         """Start to reduce the gradients over ranks.
 
         Every rank must call it for the same groups in the same order, whether or not it
         has gradients: one that is absent here counts as zero, and a parameter that no rank
-        has used gets none. See Note [Used somewhere].
+        has used gets none.
         """
-        if self._flat is None:
-            return
-        assert self._reduction is None, "reduce_grads before finish_reduce"
-        key = tuple(param.sharded.requires_grad for param in self.params)
-        params = [param for param, wanted in zip(self.params, key, strict=True) if wanted]
-        if not params:
-            return
-        layout = self._reduce_layouts.get(key)
-        if layout is None:
-            layout = GroupLayout([param.layout for param in params], extra=len(params))
-            self._reduce_layouts[key] = layout
-        start_ns = time.perf_counter_ns() if tracing.enabled else 0
-        ranks = self.comm.world_size
-        device = self._flat.device
-        grads: list[Tensor] = []
-        used: list[bool] = []
-        for param in params:
-            grad = param.take_grad()
-            used.append(grad is not None)
-            if grad is None:
-                zero = torch.zeros((), dtype=self._gather_dtype, device=device)
-                grad = zero.expand(param.layout.shape)
-            elif grad.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"The gradient of {param.fqn} is sparse ({grad.layout}); only dense "
-                    "gradients can be reduced. Make the embedding with sparse=False."
-                )
-            grads.append(grad)
-        if ranks == 1 and not any(used):
-            return
-        # Note [Used somewhere]
-        #     Behind its gradients each rank sends one number per parameter: 1 if it has used
-        #     it. Their mean is positive where any rank has, so ranks that used different
-        #     parameters agree without a collective of their own. Only a rank that misses a
-        #     gradient has to look.
-        marks = torch.tensor(used, dtype=grads[0].dtype, device=device).repeat(ranks)
-        rows = self.comm.pool.acquire((ranks, layout.part_numel), self._reduce_dtype, device)
-        chunk_cat([*grads, marks], ranks, rows)
-        del grads
-        pending = self._guarded("reduce_scatter", lambda: self.comm.reduce_scatter(rows))
-        self._reduction = _Reduction(
-            "reduce_scatter", self._sent(rows), start_ns, pending, params, used, layout
-        )
+        if self._flat is not None:
+            self._reducer.start(self._reduce_dtype)
 
-    @torch.no_grad()
-    def finish_reduce(self) -> None:
-        """Wait for the reduction and give the parameters their gradients."""
-        reduction, self._reduction = self._reduction, None
-        if reduction is None:
-            return
-        self._wait(reduction, reduction.pending)
-        params = reduction.params
-        grads = self._grads_for(params, reduction.layout)
-        reduction.pending.mean_into(grads.flat)
-        used = reduction.used
-        if not all(used):
-            somewhere = grads.extra.tolist()
-            used = [here or mark > 0 for here, mark in zip(used, somewhere, strict=True)]
-        grads.hand_out(params, used)
+    def finish_reduce(self) -> bool:
+        """Wait for the reduction's collective; hand out the gradients if it was the last.
 
-    def _grads_for(self, params: list[ShardedParam], layout: GroupLayout) -> ShardedGrads:
-        """A gradient buffer that nobody sees: the one of the last step if that is so."""
-        key = tuple(param.sharded.requires_grad for param in self.params)
-        grads = self._grads.get(key)
-        unset = all(param.sharded.grad is None for param in params)
-        if grads is not None and unset and grads.is_free():
-            return grads
-        grads = ShardedGrads(params, layout)
-        if unset:
-            self._grads = {key: grads}
-        return grads
+        Returns:
+            False if another collective follows, which has been started.
+        """
+        return self._reducer.advance()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the sharded gradients, or fill them with zeros, whichever face is shown.
@@ -352,57 +272,14 @@ class ParamGroup:
 
     def reset(self) -> None:
         """Forget an iteration that broke off: drop its gradients, free what was gathered."""
-        if self._reduction is not None:
-            rest, self._reduction = self._reduction, None
-            rest.pending.wait()
+        self._reducer.drop()
         for param in self.params:
             if param.unsharded is not None:
                 param.take_grad()
         self.reshard()
 
-    # --- reporting --------------------------------------------------------------------
 
-    def _sent(self, rows: Tensor) -> int:
-        """Bytes this rank sends when one row goes to every other rank."""
-        return rows[0].nbytes * (self.comm.world_size - 1)
-
-    def _wait(self, transfer: _Transfer, pending: Pending | PendingReduce) -> None:
-        if not tracing.enabled or not transfer.start_ns:
-            self._guarded(transfer.name, pending.wait)
-            return
-        blocked_ns = time.perf_counter_ns()
-        with tracing.span(f"wait {transfer.name}", "comm", self.name):
-            self._guarded(transfer.name, pending.wait)
-        now_ns = time.perf_counter_ns()
-        inner = pending.pending if isinstance(pending, PendingReduce) else pending
-        tracing.record_span(
-            transfer.name,
-            transfer.start_ns,
-            inner.done_ns or now_ns,
-            "comm",
-            self.name,
-            transfer.nbytes,
-            {
-                "exposed_ns": now_ns - blocked_ns,
-                "backend": self.comm.backend,
-                "dtype": str(
-                    self._gather_dtype if transfer.name == "all_gather" else self._reduce_dtype
-                ).removeprefix("torch."),
-            },
-        )
-
-    def _guarded(self, what: str, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except RuntimeError as error:
-            raise CommError(
-                f"{what} of {self.name} failed on rank {self.comm.rank} of "
-                f"{self.comm.world_size}: {error}\nUsually another rank raised or was killed; "
-                "look at the first rank that reported an error."
-            ) from error
-
-
-def refuse_meta(names: Sequence[str], mesh: DeviceMesh) -> None:
+def refuse_meta(names: Sequence[str], device_type: str) -> None:
     """Refuse parameters on the meta device, if there are any.
 
     Raises:
@@ -413,7 +290,7 @@ def refuse_meta(names: Sequence[str], mesh: DeviceMesh) -> None:
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     raise RuntimeError(
         f"Parameters on the meta device hold no values: {listed}. Give them memory with "
-        f"model.to_empty(device='{mesh.device_type}') and values by initializing or loading, "
+        f"model.to_empty(device='{device_type}') and values by initializing or loading, "
         "then run forward."
     )
 

@@ -7,6 +7,10 @@ taken over when its parent runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from torch import nn
+
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.param_group import refuse_meta
 from trine.distributed._fsdp.schedule import Schedule
@@ -29,18 +33,27 @@ def is_root(state: FSDPState) -> bool:
     return state.name == "(root)"
 
 
+def _modules_below(root: FSDPState) -> Iterator[tuple[str, nn.Module]]:
+    if len(root.modules) == 1:
+        yield from root.modules[0].named_modules()
+        return
+    for position, module in enumerate(root.modules):
+        for name, below in module.named_modules(prefix=f"[{position}]"):
+            yield ("" if below is root.modules[0] else name), below
+
+
 def _initialize(root: FSDPState) -> Schedule:
     below = [
         (name, state)
-        for name, module in root.module.named_modules()
-        if (state := state_of(module)) is not None
+        for name, module in _modules_below(root)
+        if (state := state_of(module)) is not None and state.modules[0] is module
     ]
     on_meta: list[str] = []
     for name, state in below:
         for group in state.groups:
             group.rename(name or "(root)")
             on_meta += group.meta_names()
-    refuse_meta(on_meta, root.mesh)
+    refuse_meta(on_meta, root.axes.device_type)
     # Nothing is changed before all checks have passed: the user may mend and try again.
     schedule = Schedule()
     pool = BufferPool()
@@ -51,5 +64,5 @@ def _initialize(root: FSDPState) -> Schedule:
         state.name = name or "(root)"
         for group in state.groups:
             group.comm.pool = pool
-            schedule.add(group, state.settings, is_root=state is root)
+            schedule.add(group, state.settings, is_root=state is root, parts=len(state.modules))
     return schedule

@@ -10,14 +10,16 @@ What a unit goes through, and the rows that are not obvious:
 |---|---|---|---|
 | pre_forward | any, no backward running | gather, wait, prefetch the next | FORWARD |
 | pre_forward | any, backward running | gather, wait: a checkpoint recomputes | as before |
-| post_forward, gradients wanted | FORWARD | free, if so set | AWAITS_BACKWARD |
-| post_forward, none wanted | FORWARD | free, if so set | IDLE |
+| pre_forward of a further part | FORWARD | gather again if it was freed | FORWARD |
+| post_forward of the last part, end_forward | FORWARD | free, if so set | AWAITS_BACKWARD * |
 | post_forward | any, backward running | stays whole for its own backward | as before |
 | forward_failed | FORWARD | free | IDLE |
 | pre_backward | any | gather, wait, prefetch the one before | BACKWARD |
 | post_backward | any | free, reduce or keep gradients | IDLE |
 | end_backward | AWAITS_BACKWARD, BACKWARD | post_backward for it; then finish all | IDLE |
 | reset | any | drop what an exception left | IDLE |
+
+(* IDLE where no gradient can come back.)
 
 `pre_backward` after IDLE is a second backward through a retained graph, or a module that
 was used twice; `pre_forward` after AWAITS_BACKWARD is a second forward. Both are lawful.
@@ -55,8 +57,12 @@ class Unit(Protocol):
     def keep_grads(self) -> None:
         """Leave the gradients for a later backward to reduce."""
 
-    def finish_reduce(self) -> None:
-        """Wait for the reduction and hand out the gradients."""
+    def finish_reduce(self) -> bool:
+        """Wait for the reduction's collective and hand out the gradients.
+
+        Returns:
+            False if another collective had to follow, and has been started.
+        """
 
     def reset(self) -> None:
         """Forget an iteration that broke off."""
@@ -89,14 +95,17 @@ class _Record:
     unit: Unit
     settings: UnitSettings
     is_root: bool
+    parts: int
     phase: Phase = Phase.IDLE
+    grads_wanted: bool = False  # by any part since the forward began
+    ran: set[int] = field(default_factory=set)  # parts, since the forward began
     calls: list[int] = field(default_factory=list)  # positions in this iteration's `_ended`
 
-    def reshards_after_forward(self, grads_wanted: bool) -> bool:
+    def reshards_after_forward(self) -> bool:
         chosen = self.settings.reshard_after_forward
         if chosen is None:
             # The root's backward comes first, so it stays; without one there is no reason to.
-            return not (self.is_root and grads_wanted)
+            return not (self.is_root and self.grads_wanted)
         return chosen
 
 
@@ -118,9 +127,11 @@ class Schedule:
         self._reducing: list[_Record] = []
         self.in_backward = False
 
-    def add(self, unit: Unit, settings: UnitSettings, *, is_root: bool) -> None:
-        """Take charge of a unit."""
-        self._records[unit] = _Record(unit, settings, is_root)
+    def add(
+        self, unit: Unit, settings: UnitSettings, *, is_root: bool = False, parts: int = 1
+    ) -> None:
+        """Take charge of a unit whose parameters serve `parts` modules."""
+        self._records[unit] = _Record(unit, settings, is_root, parts)
 
     def phase_of(self, unit: Unit) -> Phase:
         """Where a unit is now."""
@@ -144,16 +155,29 @@ class Schedule:
         for record in self._records.values():
             record.calls.clear()
 
-    def pre_forward(self, unit: Unit) -> None:
-        """`unit` is about to compute."""
+    def pre_forward(self, unit: Unit, part: int = 0) -> bool:
+        """A module of `unit` is about to compute.
+
+        Args:
+            unit: whose it is.
+            part: which of the unit's modules.
+
+        Returns:
+            True if the unit's forward begins with this.
+        """
         unit.unshard()
         unit.wait_for_unshard()
         if self.in_backward:
-            return
+            return True
         record = self._records[unit]
+        if record.phase is Phase.FORWARD and record.parts > 1:
+            return False
         self._enter(record, Phase.FORWARD)
+        record.grads_wanted = False
+        record.ran.clear()
         self._begun.append(record)
         self._prefetch_forward(record)
+        return True
 
     def _prefetch_forward(self, record: _Record) -> None:
         # Only while this iteration goes as the one before: a guess would cost a gather.
@@ -163,17 +187,31 @@ class Schedule:
             for ahead in last[position + 1 : position + 1 + self._prefetch]:
                 ahead.unit.unshard()
 
-    def post_forward(self, unit: Unit, *, grads_wanted: bool) -> None:
-        """`unit` has computed; `grads_wanted` says whether a backward can follow."""
+    def post_forward(self, unit: Unit, part: int = 0, *, grads_wanted: bool) -> None:
+        """A module of `unit` has computed; `grads_wanted`: a backward can follow."""
         if self.in_backward:
             return
         record = self._records[unit]
-        if grads_wanted:
+        record.grads_wanted |= grads_wanted
+        record.ran.add(part)
+        if len(record.ran) == record.parts:
+            self._end_forward_of(record)
+
+    def end_forward(self) -> None:
+        """The root's forward has ended, and with it that of units only some parts of which ran."""
+        if self.in_backward:
+            return
+        for record in self._records.values():
+            if record.phase is Phase.FORWARD and record.parts > 1:
+                self._end_forward_of(record)
+
+    def _end_forward_of(self, record: _Record) -> None:
+        if record.grads_wanted:
             record.calls.append(len(self._ended))
             self._ended.append(record)
-        self._enter(record, Phase.AWAITS_BACKWARD if grads_wanted else Phase.IDLE)
-        if record.reshards_after_forward(grads_wanted):
-            unit.reshard()
+        self._enter(record, Phase.AWAITS_BACKWARD if record.grads_wanted else Phase.IDLE)
+        if record.reshards_after_forward():
+            record.unit.reshard()
 
     def forward_failed(self, unit: Unit) -> None:
         """The forward of `unit` raised: the user must find the sharded parameters in place."""
@@ -220,16 +258,18 @@ class Schedule:
         if not record.settings.reduces:
             unit.keep_grads()
             return
-        if record in self._reducing:
-            self._finish(record)
+        while record in self._reducing:
+            self._advance(record)
         unit.reduce_grads()
         self._reducing.append(record)
-        while len(self._reducing) > self._open_reductions:
-            self._finish(self._reducing[0])
+        # A reduction over copies takes two collectives: it is taken one further for each
+        # that is started after it.
+        for earlier in self._reducing[: -self._open_reductions]:
+            self._advance(earlier)
 
-    def _finish(self, record: _Record) -> None:
-        self._reducing.remove(record)
-        record.unit.finish_reduce()
+    def _advance(self, record: _Record) -> None:
+        if record.unit.finish_reduce():
+            self._reducing.remove(record)
 
     def end_backward(self) -> None:
         """The backward pass has ended: reduce what is left, hand out all gradients."""
@@ -238,7 +278,8 @@ class Schedule:
                 del record.calls[1:]
                 self.post_backward(record.unit)
         while self._reducing:
-            self._finish(self._reducing[0])
+            for record in list(self._reducing):
+                self._advance(record)
         for record in self._records.values():
             record.calls.clear()
             record.unit.reshard()  # gathered ahead for nothing, or for a second backward

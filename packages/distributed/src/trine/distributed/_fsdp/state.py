@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
+from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import Schedule, UnitSettings
+from trine.distributed.mesh import MeshAxes
 
 __all__ = ["FSDPState", "set_state", "state_of"]
 
@@ -21,22 +22,24 @@ class FSDPState:
     """The record of one call of `fully_shard`.
 
     Attributes:
-        module: the module of the call.
-        mesh: the ranks it is sharded over.
+        modules: the modules of the call, usually one.
+        axes: the ranks it is sharded over, and those that hold copies.
         policy: its dtypes.
         groups: its parameters; none if sub-modules own them all.
-        settings: what the user set for these groups.
+        settings: what the user set for the order of these groups.
+        reduce_settings: what the user set for their reductions.
         name: full name under the root; "(root)" for the root, and until a root is known.
         schedule: who orders its groups; None until the first forward.
     """
 
-    module: nn.Module
-    mesh: DeviceMesh
+    modules: tuple[nn.Module, ...]
+    axes: MeshAxes
     policy: MixedPrecisionPolicy
     groups: list[ParamGroup]
     settings: UnitSettings
+    reduce_settings: ReduceSettings
     name: str = "(root)"
-    schedule: Schedule | None = field(default=None)
+    schedule: Schedule | None = None
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -7,9 +7,11 @@ from trine.distributed._fsdp.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from trine.distributed.mesh import DataParallelMeshDims
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -1,0 +1,250 @@
+"""GradReducer: from the whole gradients on each rank to the sharded ones the optimizer sees.
+
+It owns the reduction of one parameter group: what is laid into the buffers, the
+reduce-scatter over the ranks that share a copy, the all-reduce over the ranks that hold
+copies, and the hand-over. `param_group` tells it when; it never touches gathered storage.
+
+Note [Used somewhere]
+    Behind its gradients each rank sends one number per parameter: 1 if it has used it. Their
+    sum is positive where any rank has, so ranks that used different parameters agree without
+    a collective of their own. Only a rank that misses a gradient has to look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trine.core import tracing
+from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
+from trine.distributed._fsdp.grads import ShardedGrads
+from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.param import ShardedParam
+from trine.distributed._fsdp.torch_internals import chunk_cat
+from trine.distributed._fsdp.transfers import Transfer, Transfers
+
+__all__ = ["GradReducer", "ReduceSettings"]
+
+
+@dataclass
+class ReduceSettings:
+    """What a user sets for the reductions of one module; shared by its groups.
+
+    Attributes:
+        divide_by: what the sum over all ranks is divided by; None for their number.
+        all_reduces: whether sums go to the other copies, or are kept until one does.
+        hook: called with the reduced flat gradients of a group before they are handed out.
+    """
+
+    divide_by: float | None = None
+    all_reduces: bool = True
+    hook: Callable[[Tensor], None] | None = None
+
+
+@dataclass
+class _Reduction:
+    """One reduction, from reduce-scatter to hand-over."""
+
+    scatter: Transfer
+    pending: PendingReduce
+    params: list[ShardedParam]
+    used: list[bool]
+    layout: GroupLayout
+    key: tuple[bool, ...]
+    summed: Tensor | None = None
+    all_reduce: Pending | None = None
+    all_reduce_transfer: Transfer | None = None
+
+
+@dataclass
+class _Plan:
+    """What follows from which parameters are trained; made once for each choice."""
+
+    params: list[ShardedParam]
+    layout: GroupLayout
+    grads: ShardedGrads | None = None
+    kept: Tensor | None = None  # sums that have not been all-reduced yet
+
+
+class GradReducer:
+    """Reduces the gradients of one group.
+
+    Args:
+        params: the group's parameters.
+        comm: collectives over the ranks that share one copy.
+        replicate_group: the ranks that hold the same part of other copies, if there are any.
+        settings: what the user chose.
+        transfers: waits, and reports.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        comm: Comm,
+        replicate_group: dist.ProcessGroup | None,
+        settings: ReduceSettings,
+        transfers: Transfers,
+    ) -> None:
+        self.comm = comm
+        self.settings = settings
+        self._params = list(params)
+        self._replicate_group = replicate_group
+        self._copies = 1 if replicate_group is None else replicate_group.size()
+        self._transfers = transfers
+        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._reduction: _Reduction | None = None
+
+    def forget_buffers(self) -> None:
+        """The parameters' dtype or device has changed: buffers made before do not fit."""
+        self._plans.clear()
+
+    @torch.no_grad()
+    def start(self, dtype: torch.dtype) -> None:
+        """Lay the gradients into a buffer of `dtype` and start the reduce-scatter."""
+        assert self._reduction is None, "a second reduction before the first is finished"
+        key = tuple(param.sharded.requires_grad for param in self._params)
+        plan = self._plans.get(key)
+        if plan is None:
+            params = [p for p, wanted in zip(self._params, key, strict=True) if wanted]
+            layout = GroupLayout([param.layout for param in params], extra=len(params))
+            plan = self._plans[key] = _Plan(params, layout)
+        if not plan.params:
+            return
+        start_ns = time.perf_counter_ns() if tracing.enabled else 0
+        grads, used = self._take(plan.params, dtype)
+        ranks = self.comm.world_size
+        if ranks * self._copies == 1 and not any(used):
+            return
+        device = plan.params[0].local.device
+        grads.append(torch.tensor(used, dtype=grads[0].dtype, device=device).repeat(ranks))
+        rows = self.comm.pool.acquire((ranks, plan.layout.part_numel), dtype, device)
+        chunk_cat(grads, ranks, rows)
+        del grads
+        transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)
+        pending = self._transfers.guard(transfer.name, lambda: self.comm.reduce_scatter(rows))
+        self._reduction = _Reduction(transfer, pending, plan.params, used, plan.layout, key)
+
+    def _take(
+        self, params: Sequence[ShardedParam], dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[bool]]:
+        """The gradients, zeros for those that are absent, and which are present."""
+        grads: list[Tensor] = []
+        used: list[bool] = []
+        for param in params:
+            grad = param.take_grad()
+            used.append(grad is not None)
+            if grad is None:
+                zero = torch.zeros((), dtype=dtype, device=param.local.device)
+                grad = zero.expand(param.layout.shape)
+            elif grad.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"The gradient of {param.fqn} is sparse ({grad.layout}); only dense "
+                    "gradients can be reduced. Make the embedding with sparse=False."
+                )
+            grads.append(grad)
+        return grads, used
+
+    @torch.no_grad()
+    def advance(self) -> bool:
+        """Take the reduction one collective further; the caller waits for that one.
+
+        Returns:
+            True if nothing is under way any more: gradients are handed out, or kept.
+        """
+        reduction = self._reduction
+        if reduction is None:
+            return True
+        plan = self._plans[reduction.key]
+        if reduction.summed is None:
+            self._transfers.wait(reduction.scatter, reduction.pending)
+            if self._replicate_group is None:
+                self._hand_out(reduction, plan)
+                return True
+            self._add_up(reduction, plan)
+            if not self.settings.all_reduces:
+                plan.kept = reduction.summed
+                self._reduction = None
+                return True
+            self._start_all_reduce(reduction, self._replicate_group)
+            return False
+        assert reduction.all_reduce is not None
+        assert reduction.all_reduce_transfer is not None
+        self._transfers.wait(reduction.all_reduce_transfer, reduction.all_reduce)
+        self._hand_out(reduction, plan)
+        return True
+
+    def _scale(self) -> float:
+        divide_by = self.settings.divide_by
+        return 1 / (self.comm.world_size * self._copies if divide_by is None else divide_by)
+
+    def _add_up(self, reduction: _Reduction, plan: _Plan) -> None:
+        """Sums of this rank's part in a buffer of its own, with those that were kept."""
+        dtype = torch.promote_types(reduction.scatter.dtype, torch.float32)
+        device = plan.params[0].local.device
+        summed = self.comm.pool.acquire((plan.layout.part_numel,), dtype, device)
+        reduction.pending.sum_into(summed, self._scale())
+        if plan.kept is not None:
+            summed.add_(plan.kept)
+            self.comm.pool.release(plan.kept)
+            plan.kept = None
+        reduction.summed = summed
+
+    def _start_all_reduce(self, reduction: _Reduction, group: dist.ProcessGroup) -> None:
+        """Add up over the copies, in the dtype of the reduction."""
+        wire = summed = reduction.summed
+        assert summed is not None
+        assert wire is not None
+        if reduction.scatter.dtype is not summed.dtype:
+            wire = self.comm.pool.acquire(
+                tuple(summed.shape), reduction.scatter.dtype, summed.device
+            )
+            wire.copy_(summed)
+            self.comm.pool.release(summed)
+            reduction.summed = wire
+        start_ns = time.perf_counter_ns() if tracing.enabled else 0
+        nbytes = 2 * wire.nbytes * (self._copies - 1) // self._copies
+        transfer = Transfer("all_reduce", wire.dtype, nbytes, start_ns)
+        work = self._transfers.guard(
+            transfer.name, lambda: dist.all_reduce(wire, group=group, async_op=True)
+        )
+        reduction.all_reduce = Pending([work])
+        reduction.all_reduce_transfer = transfer
+
+    def _hand_out(self, reduction: _Reduction, plan: _Plan) -> None:
+        self._reduction = None
+        grads = self._grads_for(plan)
+        if reduction.summed is None:
+            reduction.pending.sum_into(grads.flat, self._scale())
+        else:
+            grads.flat.copy_(reduction.summed)
+            self.comm.pool.release(reduction.summed)
+        used = reduction.used
+        if not all(used):
+            somewhere = grads.extra.tolist()
+            used = [here or mark > 0 for here, mark in zip(used, somewhere, strict=True)]
+        if self.settings.hook is not None:
+            self.settings.hook(grads.flat[: plan.layout.shard_numel])
+        grads.hand_out(plan.params, used)
+
+    def _grads_for(self, plan: _Plan) -> ShardedGrads:
+        """A gradient buffer that nobody sees: the one of the last step if that is so."""
+        unset = all(param.sharded.grad is None for param in plan.params)
+        if plan.grads is not None and unset and plan.grads.is_free():
+            return plan.grads
+        grads = ShardedGrads(plan.params, plan.layout)
+        if unset:
+            plan.grads = grads
+        return grads
+
+    def drop(self) -> None:
+        """Forget the reduction under way, and what was kept."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None:
+            (reduction.all_reduce or reduction.pending).wait()
+        for plan in self._plans.values():
+            plan.kept = None

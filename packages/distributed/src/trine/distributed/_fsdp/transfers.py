@@ -1,0 +1,93 @@
+"""Wait for collectives, report them to the tracing seam, and say whose they were if they fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from trine.core import tracing
+from trine.core.errors import TrineError
+from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
+
+__all__ = ["CommError", "Transfer", "Transfers"]
+
+T = TypeVar("T")
+
+
+class CommError(TrineError):
+    """A collective of the engine failed: usually another rank has gone."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective under way, and what to report when it is over.
+
+    Attributes:
+        name: what it is, such as `all_gather`.
+        dtype: of the elements that travel.
+        nbytes: bytes that this rank sends.
+        start_ns: when it was started, 0 if nobody listened then.
+    """
+
+    name: str
+    dtype: torch.dtype
+    nbytes: int
+    start_ns: int
+
+
+class Transfers:
+    """The collectives of one parameter group.
+
+    Args:
+        comm: whose they are.
+
+    Attributes:
+        unit: full name of the group's module, for reports and messages.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.unit = "(root)"
+
+    def guard(self, what: str, call: Callable[[], T]) -> T:
+        """Make a call that may fail because of another rank.
+
+        Raises:
+            CommError: naming the operation, the unit and this rank.
+        """
+        try:
+            return call()
+        except RuntimeError as error:
+            raise CommError(
+                f"{what} of {self.unit} failed on rank {self.comm.rank} of "
+                f"{self.comm.world_size}: {error}\nUsually another rank raised or was killed; "
+                "look at the first rank that reported an error."
+            ) from error
+
+    def wait(self, transfer: Transfer, pending: Pending | PendingReduce) -> None:
+        """Wait for a collective, and report it if somebody listened when it was started."""
+        if not tracing.enabled or not transfer.start_ns:
+            self.guard(transfer.name, pending.wait)
+            return
+        blocked_ns = time.perf_counter_ns()
+        with tracing.span(f"wait {transfer.name}", "comm", self.unit):
+            self.guard(transfer.name, pending.wait)
+        now_ns = time.perf_counter_ns()
+        inner = pending.pending if isinstance(pending, PendingReduce) else pending
+        tracing.record_span(
+            transfer.name,
+            transfer.start_ns,
+            inner.done_ns or now_ns,
+            "comm",
+            self.unit,
+            transfer.nbytes,
+            {
+                "exposed_ns": now_ns - blocked_ns,
+                "backend": self.comm.backend,
+                "dtype": str(transfer.dtype).removeprefix("torch."),
+            },
+        )
