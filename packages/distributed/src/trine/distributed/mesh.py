@@ -133,10 +133,48 @@ class MeshAxes:
         else:
             shard_axes = [_axis(mesh, name) for name in dims.shard_names]
             replicate_axes = [_axis(mesh, name) for name in dims.replicate_names]
-        self.mesh = mesh
-        self._shard_axes = shard_axes
         self.shard_group, self.shard_size, self.shard_rank = _group(mesh, shard_axes)
         self.replicate_group, self.replicate_size, _ = _group(mesh, replicate_axes)
+        self.mesh = mesh
+        self._shard_axes = shard_axes
+        if len(shard_axes) > 1 or len(replicate_axes) > 1:
+            # Cut over two axes, rows are dealt twice; taken as one axis, once. DTensor must
+            # see the axis that the rows were cut over.
+            self._take_axes_as_one(mesh, replicate_axes, shard_axes)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshAxes:
+        """The axes of `mesh`, made once: axes taken as one need process groups of their own."""
+        # Kept on the mesh, since meshes that are equal may belong to different worlds.
+        made: dict[DataParallelMeshDims | None, MeshAxes] = vars(mesh).setdefault("_trine_axes", {})
+        if dims not in made:
+            made[dims] = cls(mesh, dims)
+        return made[dims]
+
+    def _take_axes_as_one(
+        self, mesh: DeviceMesh, replicate_axes: list[int], shard_axes: list[int]
+    ) -> None:
+        others = [axis for axis in range(mesh.ndim) if axis not in replicate_axes + shard_axes]
+        planes = mesh.mesh.permute(*others, *replicate_axes, *shard_axes).reshape(
+            -1, self.replicate_size, self.shard_size
+        )
+        plane = next(each for each in planes if dist.get_rank() in each)
+        groups = [
+            group
+            for group, axes in (
+                (self.replicate_group, replicate_axes),
+                (self.shard_group, shard_axes),
+            )
+            if axes and group is not None
+        ]
+        if len(groups) == 1:
+            self.mesh = DeviceMesh.from_group(groups[0], mesh.device_type)
+        else:
+            names = ("replicate", "shard")
+            self.mesh = DeviceMesh.from_group(
+                groups, mesh.device_type, mesh=plane, mesh_dim_names=names
+            )
+        self._shard_axes = [len(groups) - 1] if shard_axes else []
 
     @property
     def device_type(self) -> str:

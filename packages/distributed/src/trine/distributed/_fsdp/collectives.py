@@ -23,7 +23,16 @@ from torch import Tensor
 from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
 
-__all__ = ["C10dComm", "Comm", "GlooComm", "LocalComm", "Pending", "PendingReduce", "comm_for"]
+__all__ = [
+    "C10dComm",
+    "Comm",
+    "GlooComm",
+    "LocalComm",
+    "Pending",
+    "PendingReduce",
+    "SummedElsewhere",
+    "comm_for",
+]
 
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 # Looked up by name, because type checkers refuse the old ones.
@@ -91,13 +100,50 @@ class Comm(ABC):
         rank: which of the ranks this one is.
         world_size: how many there are.
         backend: who carries the bytes, for reports.
+
+    Attributes:
+        averages: whether the backend is asked to divide.
+        group: the ranks, or None for this one alone.
     """
+
+    can_average = False
+    """Whether the backend can divide before it adds, so that half types do not overflow."""
 
     def __init__(self, pool: BufferPool, rank: int, world_size: int, backend: str) -> None:
         self.pool = pool
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
+        self.averages = False
+        self.group: dist.ProcessGroup | None = None
+
+    def use_pool(self, pool: BufferPool) -> None:
+        """Take buffers from `pool` from now on."""
+        self.pool = pool
+
+    def gather_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A buffer for `all_gather`; to be released."""
+        return self.pool.acquire(shape, dtype, device)
+
+    def reduce_buffer(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A buffer for `reduce_scatter`, which releases it."""
+        return self.pool.acquire(shape, dtype, device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Take back what `gather_buffer` lent."""
+        self.pool.release(buffer)
+
+    def separate(self, made: dict[dist.ProcessGroup, dist.ProcessGroup]) -> Comm:
+        """The same collectives in a process group of their own. Every rank must call it.
+
+        Args:
+            made: groups made so far, by the group whose ranks they have; added to.
+        """
+        return self
 
     @abstractmethod
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
@@ -139,13 +185,17 @@ class GlooComm(Comm):
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
         super().__init__(pool, group.rank(), group.size(), "gloo")
-        self.group = group
-        self._options = []
+        self.group: dist.ProcessGroup = group
+        self._options: list[dist.BroadcastOptions] = []
         for root in range(self.world_size):
             options = dist.BroadcastOptions()
             options.rootRank = root
             options.asyncOp = True
             self._options.append(options)
+
+    def separate(self, made: dict[dist.ProcessGroup, dist.ProcessGroup]) -> Comm:
+        """See `Comm.separate`."""
+        return GlooComm(_twin(self.group, made), self.pool)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """One broadcast from each rank, all under way at once."""
@@ -201,17 +251,16 @@ class _LocalSum(PendingReduce):
 
 
 class C10dComm(Comm):
-    """Any other backend: its own all-gather and reduce-scatter.
-
-    Attributes:
-        averages: whether the backend divides before it adds, so that sums of half types do
-            not overflow; nccl can.
-    """
+    """Any other backend: its own all-gather and reduce-scatter."""
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
         super().__init__(pool, group.rank(), group.size(), dist.get_backend(group))
-        self.group = group
-        self.averages = self.backend == "nccl"
+        self.group: dist.ProcessGroup = group
+        self.can_average = self.averages = self.backend == "nccl"
+
+    def separate(self, made: dict[dist.ProcessGroup, dist.ProcessGroup]) -> Comm:
+        """See `Comm.separate`."""
+        return C10dComm(_twin(self.group, made), self.pool)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """The backend's all-gather."""
@@ -225,14 +274,14 @@ class C10dComm(Comm):
         op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
         work = _reduce_scatter_single(result, rows.view(-1), op=op, group=self.group, async_op=True)
         times = float(self.world_size) if self.averages else 1.0
-        return _RemoteSum(Pending([work]), result, rows, times, self.pool)
+        return SummedElsewhere(Pending([work]), result, rows, times, self.pool)
 
 
-class _RemoteSum(PendingReduce):
+class SummedElsewhere(PendingReduce):
     """The backend has reduced; `times` its result is the sum."""
 
     def __init__(
-        self, pending: Pending, result: Tensor, sent: Tensor, times: float, pool: BufferPool
+        self, pending: Pending, result: Tensor, sent: Tensor, times: float, pool: BufferPool | None
     ) -> None:
         self.pending = pending
         self._result = result
@@ -245,8 +294,20 @@ class _RemoteSum(PendingReduce):
         out.copy_(self._result)
         if self._times * scale != 1.0:
             out.mul_(self._times * scale)
-        self._pool.release(self._sent)
-        self._pool.release(self._result)
+        if self._pool is not None:
+            self._pool.release(self._sent)
+            self._pool.release(self._result)
+
+
+def _twin(
+    group: dist.ProcessGroup, made: dict[dist.ProcessGroup, dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    if group not in made:
+        ranks = dist.get_process_group_ranks(group)
+        twin = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(twin, dist.ProcessGroup)
+        made[group] = twin
+    return made[group]
 
 
 def comm_for(group: dist.ProcessGroup | None, pool: BufferPool) -> Comm:

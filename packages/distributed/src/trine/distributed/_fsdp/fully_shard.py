@@ -18,11 +18,12 @@ from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from trine.distributed._fsdp.reducer import ReduceSettings
+from trine.distributed._fsdp.root import share_buffers
 from trine.distributed._fsdp.schedule import UnitSettings
 from trine.distributed._fsdp.state import FSDPState, set_state, state_of
 from trine.distributed.mesh import DataParallelMeshDims, MeshAxes, init_mesh
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 M = TypeVar("M")
 
@@ -79,7 +80,7 @@ def fully_shard(
     modules = _modules(module)
     ignored = _check_ignored(ignored_params)
     params = managed_params(modules, ignored)
-    axes = MeshAxes(init_mesh() if mesh is None else mesh, dp_mesh_dims)
+    axes = MeshAxes.of(init_mesh() if mesh is None else mesh, dp_mesh_dims)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     settings = UnitSettings(
         reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward)
@@ -90,9 +91,59 @@ def fully_shard(
     state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
     for each in modules:
         set_state(each, state)
+        for below in each.modules():
+            # dynamo treats parameters of marked modules as exchangeable; so does generate()
+            # of transformers decide that all ranks must go on together.
+            below._is_fsdp_managed_module = True  # type: ignore[assignment]
         each.__class__ = sharded_class(type(each))
     hooks.install(state)
     return module
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a sharded module compute as `forward` does.
+
+    Its parameters are gathered before the method runs and freed after it, and gradients
+    are reduced. On a module that is not sharded this does nothing, so that a program can
+    call it either way.
+
+    Args:
+        module: changed in place.
+        method_name: a method, such as `"encode"`.
+
+    Raises:
+        AttributeError: if the module has no such method.
+    """
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(module).__name__} has no method {method_name!r}.")
+    state = state_of(module)
+    if state is not None:
+        setattr(module, method_name, hooks.as_forward(state, module, method))
+
+
+def share_comm_ctx(modules: list[nn.Module]) -> None:
+    """Let several roots share their communication buffers.
+
+    For models that are used in one step but not inside each other: encoders beside a
+    backbone, or the stages of a pipeline on one rank.
+
+    Args:
+        modules: sharded modules, each a root of its own.
+
+    Raises:
+        ValueError: if one of them is not sharded.
+    """
+    states = []
+    for module in modules:
+        state = state_of(module)
+        if state is None:
+            raise ValueError(
+                f"share_comm_ctx takes modules that fully_shard was called on, got a plain "
+                f"{type(module).__name__}."
+            )
+        states.append(state)
+    share_buffers(states)
 
 
 def _modules(given: object) -> tuple[nn.Module, ...]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState
 from trine.distributed._fsdp.torch_internals import call_after_backward, in_backward
 
-__all__ = ["install"]
+__all__ = ["as_forward", "install"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -47,6 +47,24 @@ def install(state: FSDPState) -> None:
             module.register_load_state_dict_pre_hook,
         ):
             register(partial(_show_sharded, state))  # type: ignore[no-untyped-call]  # torch's own
+
+
+def as_forward(
+    state: FSDPState, module: nn.Module, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`method` with what the engine does before and after forward around it."""
+
+    @wraps(method)
+    def around(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _pre_forward(state, module, args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        except Exception:
+            _post_forward(state, module, args, None)
+            raise
+        return _post_forward(state, module, args, output)
+
+    return around
 
 
 def _pre_forward(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from trine.distributed._fsdp.custom_comm import AllGather, ReduceScatter
+from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.root import schedule_of
 from trine.distributed._fsdp.state import FSDPState, state_of
 
@@ -60,6 +64,156 @@ class FSDPModule:
         for group in _state(self).groups:
             group.reshard()
 
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Choose whether the end of the next backward waits for all reductions.
+
+        With False some gradients may be handed out only by a later backward, which lets
+        them overlap the next micro-batch. Set it back to True before the last one.
+        """
+        schedule_of(_state(self)).is_last_backward = is_last_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether parameters are freed after forward; see `fully_shard`."""
+        for state in _states(self, recurse):
+            state.settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether parameters are freed after backward.
+
+        Without it they stay whole, and in view, until `reshard` or the first forward after
+        an optimizer step. Gradients of gradients need that.
+        """
+        for state in _states(self, recurse):
+            state.settings.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether this module's parameters are gathered for its backward.
+
+        Where backward does not read them, as for an embedding, gathering can be saved.
+        """
+        _state(self).settings.gathers_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose what is gathered ahead when this module's forward begins.
+
+        Args:
+            modules: sharded modules, in the order in which to gather; an empty list for
+                none. Without a choice the next in the order of the last iteration is.
+        """
+        _state(self).settings.ahead_in_forward = _units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Choose what is gathered ahead when this module's backward begins.
+
+        Args:
+            modules: sharded modules, in the order in which to gather; an empty list for
+                none. Without a choice the one whose forward ended before is.
+        """
+        _state(self).settings.ahead_in_backward = _units(modules)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether gradients are added up over copies, on meshes that hold copies.
+
+        Sums that are not are kept on this rank, sharded, and join the next that is.
+        """
+        for state in _states(self, recurse):
+            state.reduce_settings.all_reduces = requires_all_reduce
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: object | None = None
+    ) -> None:
+        """Call `hook` with each group's reduced gradients before they are handed out.
+
+        Args:
+            hook: gets a 1-D tensor of this rank's reduced gradients, laid end to end with
+                padding; may change it in place.
+            stream: accepted for the sake of programs written for torch; the hook runs on
+                the current stream.
+        """
+        _state(self).reduce_settings.hook = hook
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over all ranks by `factor`, instead of their number."""
+        if not factor > 0:
+            raise ValueError(f"The gradient divide factor must be positive, got {factor!r}.")
+        _state(self).reduce_settings.divide_by = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let the backend add up only, and divide afterwards.
+
+        For backends and hooks that cannot average. Half types may overflow in the sum.
+        """
+        for group in _state(self).groups:
+            group.comm.averages = not enable and group.comm.can_average
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted, and always so: unused parameters take part in every reduction here."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Choose how many reductions may be under way, each of which holds a buffer."""
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}.")
+        schedule_of(_state(self)).open_reductions = max_input_buffers
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused: no backend here lends memory to the engine."""
+        if enable:
+            raise NotImplementedError(
+                "Memory from the process group needs a backend that lends it (nccl with "
+                f"registered buffers); {_backends(self)} does not. Buffers are reused anyway."
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Refused: symmetric memory is a matter of nccl on GPUs, which is not implemented."""
+        raise NotImplementedError(
+            f"Symmetric memory ({backend}) needs nccl on GPUs of one node; this module "
+            f"communicates over {_backends(self)}."
+        )
+
+    def set_post_optim_event(self, event: object) -> None:
+        """Accepted: on one stream the gather after an optimizer step waits for it anyway."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce in a process group of its own, so that gathers do not queue behind it.
+
+        Every rank must call it alike: it makes process groups.
+        """
+        made: dict[ProcessGroup, ProcessGroup] | None = {} if enable else None
+        for state in _states(self, recurse):
+            for group in state.groups:
+                group.reduce_apart(made)
+
+    def reset_iter_state(self) -> None:
+        """Forget an iteration that broke off: its gradients on this rank, and what is gathered.
+
+        The engine does it by itself at the next forward after an exception in backward.
+        """
+        state = _state(self)
+        if state.schedule is not None:
+            state.schedule.reset()
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this module's parameters with `comm`; see `trine.distributed.fsdp.comm`."""
+        for group in _state(self).groups:
+            group.exchange_comm(gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this module's gradients with `comm`; see `trine.distributed.fsdp.comm`."""
+        for group in _state(self).groups:
+            group.exchange_comm(reduce=comm)
+
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
@@ -105,6 +259,20 @@ def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
     assert isinstance(module, nn.Module)
     modules = module.modules() if recurse else [module]
     return [state for each in modules if (state := state_of(each)) is not None]
+
+
+def _units(modules: list[FSDPModule]) -> list[ParamGroup]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                f"Only modules that fully_shard was called on can be gathered ahead, got a "
+                f"{type(module).__name__}."
+            )
+    return [group for module in modules for group in _state(module).groups]
+
+
+def _backends(module: FSDPModule) -> str:
+    return " and ".join(sorted({group.comm.backend for group in _state(module).groups})) or "none"
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}

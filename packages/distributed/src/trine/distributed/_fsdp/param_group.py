@@ -15,11 +15,14 @@ from enum import Enum
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trine.core import tracing
+from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import Comm, Pending
+from trine.distributed._fsdp.custom_comm import AllGather, CustomComm, ReduceScatter
 from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
@@ -170,6 +173,28 @@ class ParamGroup:
         for param, below in zip(self.params, self._names_below, strict=True):
             param.fqn = prefix + below
 
+    def use_pool(self, pool: BufferPool) -> None:
+        """Take communication buffers from `pool`."""
+        self.comm.use_pool(pool)
+        self._reducer.comm.use_pool(pool)
+
+    def exchange_comm(
+        self, gather: AllGather | None = None, reduce: ReduceScatter | None = None
+    ) -> None:
+        """Communicate with collectives of the user's."""
+        apart = self._reducer.comm is not self.comm
+        self.comm = CustomComm(self.comm, gather, reduce)
+        inner = self._reducer.comm if apart else self.comm
+        self._reducer.comm = CustomComm(inner, gather, reduce) if apart else self.comm
+
+    def reduce_apart(self, made: dict[dist.ProcessGroup, dist.ProcessGroup] | None) -> None:
+        """Reduce in a process group of its own, or (None) in that of the gathers.
+
+        Args:
+            made: groups made so far; see `Comm.separate`.
+        """
+        self._reducer.comm = self.comm if made is None else self.comm.separate(made)
+
     # --- gathering --------------------------------------------------------------------
 
     @torch.no_grad()
@@ -181,7 +206,7 @@ class ParamGroup:
             self.reshard()
         flat = self._buffer()
         start_ns = time.perf_counter_ns() if tracing.enabled else 0
-        out = self.comm.pool.acquire(
+        out = self.comm.gather_buffer(
             (self.comm.world_size, flat.numel()), self._gather_dtype, flat.device
         )
         if flat.dtype is self._gather_dtype:
@@ -213,7 +238,7 @@ class ParamGroup:
             torch.split_with_sizes_copy(
                 gather.out, self.layout.chunk_numels, dim=1, out=self._padded
             )
-        self.comm.pool.release(gather.out)
+        self.comm.release(gather.out)
         for param in self.params:
             param.show_unsharded()
         self._holds = _Storage.WHOLE

@@ -122,7 +122,7 @@ class GradReducer:
             return
         device = plan.params[0].local.device
         grads.append(torch.tensor(used, dtype=grads[0].dtype, device=device).repeat(ranks))
-        rows = self.comm.pool.acquire((ranks, plan.layout.part_numel), dtype, device)
+        rows = self.comm.reduce_buffer((ranks, plan.layout.part_numel), dtype, device)
         chunk_cat(grads, ranks, rows)
         del grads
         transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)

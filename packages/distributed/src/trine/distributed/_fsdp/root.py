@@ -7,7 +7,7 @@ taken over when its parent runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -16,7 +16,7 @@ from trine.distributed._fsdp.param_group import refuse_meta
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState, state_of
 
-__all__ = ["is_root", "schedule_of"]
+__all__ = ["is_root", "schedule_of", "share_buffers"]
 
 
 def schedule_of(state: FSDPState) -> Schedule:
@@ -31,6 +31,18 @@ def schedule_of(state: FSDPState) -> Schedule:
 def is_root(state: FSDPState) -> bool:
     """Whether the module is the outermost one that its schedule knows of."""
     return state.name == "(root)"
+
+
+def share_buffers(states: Sequence[FSDPState]) -> None:
+    """Let several roots take turns on one pool of communication buffers."""
+    pool = BufferPool()
+    for state in states:
+        schedule_of(state)
+    for state in states:
+        for _, module in _modules_below(state):
+            below = state_of(module)
+            for group in below.groups if below is not None else ():
+                group.use_pool(pool)
 
 
 def _modules_below(root: FSDPState) -> Iterator[tuple[str, nn.Module]]:
@@ -63,6 +75,6 @@ def _initialize(root: FSDPState) -> Schedule:
         state.schedule = schedule
         state.name = name or "(root)"
         for group in state.groups:
-            group.comm.pool = pool
+            group.use_pool(pool)
             schedule.add(group, state.settings, is_root=state is root, parts=len(state.modules))
     return schedule

@@ -83,11 +83,19 @@ class UnitSettings:
 
     Attributes:
         reshard_after_forward: free after forward; None: free, unless it is the root.
+        reshard_after_backward: free after backward.
+        gathers_in_backward: gather for backward, if it is not whole.
         reduces: whether a backward reduces gradients over ranks or keeps them here.
+        ahead_in_forward: units to gather ahead before a forward; None: the next.
+        ahead_in_backward: units to gather ahead in backward; None: the one before.
     """
 
     reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    gathers_in_backward: bool = True
     reduces: bool = True
+    ahead_in_forward: Sequence[Unit] | None = None
+    ahead_in_backward: Sequence[Unit] | None = None
 
 
 @dataclass(eq=False)
@@ -115,17 +123,23 @@ class Schedule:
     Args:
         prefetch: how many units to gather ahead.
         open_reductions: how many reductions may be under way while backward goes on.
+
+    Attributes:
+        in_backward: whether a backward is running.
+        is_last_backward: whether the end of backward waits for the reductions; if not,
+            those of the next one do.
     """
 
     def __init__(self, *, prefetch: int = 1, open_reductions: int = 1) -> None:
         self._prefetch = prefetch
-        self._open_reductions = open_reductions
+        self.open_reductions = open_reductions
         self._records: dict[Unit, _Record] = {}
         self._begun: list[_Record] = []  # forwards of this iteration, as they began
         self._ended: list[_Record] = []  # the same as they ended: backward goes in reverse
         self._last_begun: list[_Record] = []  # of the iteration before
         self._reducing: list[_Record] = []
         self.in_backward = False
+        self.is_last_backward = True
 
     def add(
         self, unit: Unit, settings: UnitSettings, *, is_root: bool = False, parts: int = 1
@@ -180,6 +194,10 @@ class Schedule:
         return True
 
     def _prefetch_forward(self, record: _Record) -> None:
+        if record.settings.ahead_in_forward is not None:
+            for unit in record.settings.ahead_in_forward:
+                unit.unshard()
+            return
         # Only while this iteration goes as the one before: a guess would cost a gather.
         position = len(self._begun) - 1
         last = self._last_begun
@@ -233,18 +251,23 @@ class Schedule:
         record = self._records[unit]
         if record.phase is not Phase.BACKWARD:
             self._enter(record, Phase.BACKWARD)
-            unit.unshard()
-            unit.wait_for_unshard()
+            if record.settings.gathers_in_backward:
+                unit.unshard()
+                unit.wait_for_unshard()
             self._prefetch_backward(record)
         return begins
 
     def _prefetch_backward(self, record: _Record) -> None:
+        if record.settings.ahead_in_backward is not None:
+            for unit in record.settings.ahead_in_backward:
+                unit.unshard()
+            return
         position = record.calls[-1] if record.calls else 0
         ahead = 0
         for before in reversed(self._ended[:position]):
             if ahead == self._prefetch:
                 break
-            if before.phase is Phase.AWAITS_BACKWARD:
+            if before.phase is Phase.AWAITS_BACKWARD and before.settings.gathers_in_backward:
                 before.unit.unshard()
                 ahead += 1
 
@@ -254,7 +277,8 @@ class Schedule:
         if record.calls:
             record.calls.pop()
         self._enter(record, Phase.AWAITS_BACKWARD if record.calls else Phase.IDLE)
-        unit.reshard()
+        if record.settings.reshard_after_backward:
+            unit.reshard()
         if not record.settings.reduces:
             unit.keep_grads()
             return
@@ -264,7 +288,7 @@ class Schedule:
         self._reducing.append(record)
         # A reduction over copies takes two collectives: it is taken one further for each
         # that is started after it.
-        for earlier in self._reducing[: -self._open_reductions]:
+        for earlier in self._reducing[: -self.open_reductions]:
             self._advance(earlier)
 
     def _advance(self, record: _Record) -> None:
@@ -277,12 +301,14 @@ class Schedule:
             if record.phase in (Phase.AWAITS_BACKWARD, Phase.BACKWARD):
                 del record.calls[1:]
                 self.post_backward(record.unit)
-        while self._reducing:
-            for record in list(self._reducing):
-                self._advance(record)
+        if self.is_last_backward:
+            while self._reducing:
+                for record in list(self._reducing):
+                    self._advance(record)
         for record in self._records.values():
             record.calls.clear()
-            record.unit.reshard()  # gathered ahead for nothing, or for a second backward
+            if record.settings.reshard_after_backward:
+                record.unit.reshard()  # gathered ahead for nothing, or for a second backward
             self._enter(record, Phase.IDLE)
         self.in_backward = False
 

@@ -1,6 +1,10 @@
 """Fully sharded data parallel training, with the names of `torch.distributed.fsdp`."""
 
-from trine.distributed._fsdp.fully_shard import fully_shard
+from trine.distributed._fsdp.fully_shard import (
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from trine.distributed._fsdp.module import FSDPModule, UnshardHandle
 from trine.distributed._fsdp.policies import (
     CPUOffloadPolicy,
@@ -17,4 +21,6 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
