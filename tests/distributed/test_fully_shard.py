@@ -699,6 +699,75 @@ def test_a_model_first_used_in_inference_mode_trains(run_on_ranks: RunOnRanks) -
     run_on_ranks(infer_then_train, 2)
 
 
+class Opaque:
+    """Tensors inside it cannot be found."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hides(Block):
+    def forward(self, x: Tensor) -> Opaque:  # type: ignore[override]  # that is the point
+        return Opaque(super().forward(x))
+
+
+class Finds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(11, 7), Hides(), nn.Linear(7, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.block(self.embedding(tokens)).value)
+        return logits
+
+
+def hide_outputs() -> None:
+    torch.manual_seed(0)
+    reference = Finds()
+    model = copy.deepcopy(reference)
+    fully_shard(model.block)
+    fully_shard(model)
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        backward(loss_of(model, own(batches(step))))
+        mean_backward(reference, batches(step))
+        assert_same_gradients(model, reference)
+
+
+def test_outputs_in_which_no_tensor_can_be_found_train_all_the_same(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(hide_outputs, 2)
+
+
+def differentiate_forward() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    model = copy.deepcopy(reference)
+    fully_shard(model[0])
+    fully_shard(model)
+
+    def both(each: nn.Module, x: Tensor) -> Tensor:
+        results = torch.func.jvp(each, (x,), (x.flip(0),))  # the output and its tangent
+        loss: Tensor = results[0].square().mean() + results[1].square().mean()
+        return loss
+
+    xs = [torch.full((3, 4), 0.1 * (rank + 1)) for rank in range(dist.get_world_size())]
+    for _ in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        backward(both(model, own(xs)))
+        backward(torch.stack([both(reference, x) for x in xs]).mean())
+        assert_same_gradients(model, reference)
+
+
+def test_losses_on_forward_mode_derivatives_give_the_right_gradients(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(differentiate_forward, 2)
+
+
 # --- exceptions ------------------------------------------------------------------------
 
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trine.distributed import fsdp
 from trine.distributed.fsdp import (
-    CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
@@ -125,7 +124,6 @@ def test_parameters_that_are_distributed_already_are_refused_by_name() -> None:
     [
         ("reshard_after_forward", 2),
         ("shard_placement_fn", lambda param: None),
-        ("offload_policy", CPUOffloadPolicy()),
     ],
 )
 def test_an_argument_that_is_not_implemented_is_named(name: str, value: object) -> None:

@@ -16,7 +16,7 @@ from trine.distributed._fsdp.managed import ManagedParam, managed_params, note_s
 from trine.distributed._fsdp.module import sharded_class
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
-from trine.distributed._fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from trine.distributed._fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.root import share_buffers
 from trine.distributed._fsdp.schedule import UnitSettings
@@ -59,7 +59,8 @@ def fully_shard(
             comes first.
         shard_placement_fn: not implemented yet.
         mp_policy: dtypes of computation, reduction and output; None for the parameters' own.
-        offload_policy: not implemented yet, except for the base class, which does nothing.
+        offload_policy: `CPUOffloadPolicy` keeps shards in host memory; on a mesh of CPUs
+            they are there already, so it changes nothing. On others not implemented yet.
         ignored_params: left as they are: not sharded, not gathered, not reduced.
         dp_mesh_dims: which axes of `mesh` to shard and replicate over, by name.
 
@@ -74,13 +75,14 @@ def fully_shard(
     """
     _refuse_unimplemented(
         shard_placement_fn=shard_placement_fn is not None,
-        offload_policy=offload_policy is not None and type(offload_policy) is not OffloadPolicy,
         reshard_after_forward=type(reshard_after_forward) is int,
     )
     modules = _modules(module)
     ignored = _check_ignored(ignored_params)
     params = managed_params(modules, ignored)
     axes = MeshAxes.of(init_mesh() if mesh is None else mesh, dp_mesh_dims)
+    if isinstance(offload_policy, CPUOffloadPolicy) and axes.device_type != "cpu":
+        _refuse_unimplemented(offload_policy=True)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     settings = UnitSettings(
         reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward)
@@ -190,6 +192,7 @@ def _check_ignored(given: set[nn.Parameter] | None) -> set[nn.Parameter]:
 
 _NOT_YET = {
     "reshard_after_forward": "resharding to a smaller world size (an integer)",
+    "offload_policy": "host memory for shards of another device",
 }
 
 

@@ -27,7 +27,12 @@ from trine.distributed._fsdp import root
 from trine.distributed._fsdp.precision import cast_floating
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState
-from trine.distributed._fsdp.torch_internals import call_after_backward, in_backward
+from trine.distributed._fsdp.torch_internals import (
+    call_after_backward,
+    in_backward,
+    outside_transforms,
+    transforming,
+)
 
 __all__ = ["as_forward", "install"]
 
@@ -74,9 +79,10 @@ def _pre_forward(
     if schedule.in_backward and not in_backward():
         schedule.reset()  # the last backward raised and never ended
     part = state.modules.index(module)
-    if part == 0 and root.is_root(state):
-        schedule.begin_forward()
-    begins = [schedule.pre_forward(group, part) for group in state.groups]
+    with outside_transforms():
+        if part == 0 and root.is_root(state):
+            schedule.begin_forward()
+        begins = [schedule.pre_forward(group, part) for group in state.groups]
     policy = state.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
@@ -97,19 +103,54 @@ def _post_forward(state: FSDPState, module: nn.Module, args: Args, output: Any) 
         output = cast_floating(output, state.policy.output_dtype)
     differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     part = state.modules.index(module)
-    for group in state.groups:
-        schedule.post_forward(group, part, grads_wanted=bool(differentiable))
-    if part == 0 and root.is_root(state):
-        schedule.end_forward()
-    if state.groups:
+    hidden = torch.is_grad_enabled() and (transforming() or _is_opaque(output))
+    with outside_transforms():
+        for group in state.groups:
+            schedule.post_forward(
+                group, part, grads_wanted=bool(differentiable) or hidden, may_free=not hidden
+            )
+        if part == 0 and root.is_root(state):
+            schedule.end_forward()
+        if hidden:
+            _watch_params(state, schedule)
+    if state.groups and not hidden:
         for tensor in differentiable:
             _on_grad(tensor, partial(_pre_backward, state, schedule))
     return output
 
 
-def _pre_backward(state: FSDPState, schedule: Schedule, grad: Tensor) -> None:
+def _is_opaque(output: Any) -> bool:
+    """Whether an output is of a kind in which tensors cannot be found."""
+    return not (
+        output is None
+        or isinstance(output, (bool, int, float, str, bytes))
+        or next(tensors_of(output), None) is not None
+    )
+
+
+def _watch_params(state: FSDPState, schedule: Schedule) -> None:
+    """Notice a backward by the gradients of parameters, where outputs cannot tell.
+
+    Such are outputs of a torch.func transform, whose tensors are taken apart outside it, and
+    objects that hide their tensors.
+    """
+    handles: list[Any] = []
+
+    def notice(grad: Tensor) -> None:
+        while handles:
+            handles.pop().remove()
+        _pre_backward(state, schedule, grad)
+
     for group in state.groups:
-        if schedule.pre_backward(group):
+        handles += [_on_grad(param, notice) for param in group.trained()]
+
+
+def _pre_backward(state: FSDPState, schedule: Schedule, grad: Tensor) -> None:
+    # With create_graph, autograd runs hooks in grad mode: gradients of gradients may follow,
+    # and they read the parameters that this backward would free.
+    keep_whole = torch.is_grad_enabled()
+    for group in state.groups:
+        if schedule.pre_backward(group, keep_whole=keep_whole):
             call_after_backward(schedule.end_backward)
 
 
@@ -138,8 +179,8 @@ def _watch_inputs(
     return args, kwargs
 
 
-def _on_grad(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-    tensor.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own
+def _on_grad(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
+    return tensor.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _show_sharded(state: FSDPState, *_: object) -> None:

@@ -173,6 +173,14 @@ class ParamGroup:
         for param, below in zip(self.params, self._names_below, strict=True):
             param.fqn = prefix + below
 
+    def trained(self) -> list[Tensor]:
+        """The whole parameters that need gradients; for hooks."""
+        return [
+            param.unsharded
+            for param in self.params
+            if param.unsharded is not None and param.unsharded.requires_grad
+        ]
+
     def use_pool(self, pool: BufferPool) -> None:
         """Take communication buffers from `pool`."""
         self.comm.use_pool(pool)

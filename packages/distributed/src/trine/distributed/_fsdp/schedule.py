@@ -106,10 +106,13 @@ class _Record:
     parts: int
     phase: Phase = Phase.IDLE
     grads_wanted: bool = False  # by any part since the forward began
+    may_free: bool = True  # after forward, for all parts
     ran: set[int] = field(default_factory=set)  # parts, since the forward began
     calls: list[int] = field(default_factory=list)  # positions in this iteration's `_ended`
 
     def reshards_after_forward(self) -> bool:
+        if not self.may_free:
+            return False
         chosen = self.settings.reshard_after_forward
         if chosen is None:
             # The root's backward comes first, so it stays; without one there is no reason to.
@@ -140,6 +143,7 @@ class Schedule:
         self._reducing: list[_Record] = []
         self.in_backward = False
         self.is_last_backward = True
+        self._keep_whole = False
 
     def add(
         self, unit: Unit, settings: UnitSettings, *, is_root: bool = False, parts: int = 1
@@ -187,7 +191,7 @@ class Schedule:
         if record.phase is Phase.FORWARD and record.parts > 1:
             return False
         self._enter(record, Phase.FORWARD)
-        record.grads_wanted = False
+        record.grads_wanted, record.may_free = False, True
         record.ran.clear()
         self._begun.append(record)
         self._prefetch_forward(record)
@@ -205,12 +209,22 @@ class Schedule:
             for ahead in last[position + 1 : position + 1 + self._prefetch]:
                 ahead.unit.unshard()
 
-    def post_forward(self, unit: Unit, part: int = 0, *, grads_wanted: bool) -> None:
-        """A module of `unit` has computed; `grads_wanted`: a backward can follow."""
+    def post_forward(
+        self, unit: Unit, part: int = 0, *, grads_wanted: bool, may_free: bool = True
+    ) -> None:
+        """A module of `unit` has computed.
+
+        Args:
+            unit: whose it is.
+            part: which of the unit's modules.
+            grads_wanted: a backward can follow.
+            may_free: it would be noticed in time to gather again.
+        """
         if self.in_backward:
             return
         record = self._records[unit]
         record.grads_wanted |= grads_wanted
+        record.may_free &= may_free
         record.ran.add(part)
         if len(record.ran) == record.parts:
             self._end_forward_of(record)
@@ -240,14 +254,21 @@ class Schedule:
 
     # --- backward ---------------------------------------------------------------------
 
-    def pre_backward(self, unit: Unit) -> bool:
+    def pre_backward(self, unit: Unit, *, keep_whole: bool = False) -> bool:
         """A gradient has reached an output of `unit`.
+
+        Args:
+            unit: whose it is.
+            keep_whole: free nothing after this backward, because a backward through it may
+                follow.
 
         Returns:
             True if a backward pass begins with this; `end_backward` must follow when it ends.
         """
         begins = not self.in_backward
-        self.in_backward = True
+        if begins:
+            self.in_backward = True
+            self._keep_whole = keep_whole
         record = self._records[unit]
         if record.phase is not Phase.BACKWARD:
             self._enter(record, Phase.BACKWARD)
@@ -277,7 +298,7 @@ class Schedule:
         if record.calls:
             record.calls.pop()
         self._enter(record, Phase.AWAITS_BACKWARD if record.calls else Phase.IDLE)
-        if record.settings.reshard_after_backward:
+        if self._frees_after_backward(record):
             unit.reshard()
         if not record.settings.reduces:
             unit.keep_grads()
@@ -290,6 +311,9 @@ class Schedule:
         # that is started after it.
         for earlier in self._reducing[: -self.open_reductions]:
             self._advance(earlier)
+
+    def _frees_after_backward(self, record: _Record) -> bool:
+        return record.settings.reshard_after_backward and not self._keep_whole
 
     def _advance(self, record: _Record) -> None:
         if record.unit.finish_reduce():
@@ -307,7 +331,7 @@ class Schedule:
                     self._advance(record)
         for record in self._records.values():
             record.calls.clear()
-            if record.settings.reshard_after_backward:
+            if self._frees_after_backward(record):
                 record.unit.reshard()  # gathered ahead for nothing, or for a second backward
             self._enter(record, Phase.IDLE)
         self.in_backward = False

@@ -7,6 +7,7 @@ test_torch_internals.py` runs the engine with each of them missing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,10 @@ __all__ = [
     "in_backward",
     "local_tensor",
     "module_parameters",
+    "outside_transforms",
     "set_local_tensor",
     "storage_users",
+    "transforming",
 ]
 
 
@@ -41,6 +44,29 @@ def in_backward() -> bool:
     """
     ask = getattr(torch._C, "_current_graph_task_id", None)
     return ask is None or ask() != -1
+
+
+def transforming() -> bool:
+    """Whether a torch.func transform such as `jvp` or `grad` is running around the caller.
+
+    Without torch's answer: no, and the engine does not work inside transforms.
+    """
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """A block whose tensors are plain ones, also while torch.func transforms the caller.
+
+    Inside a transform such as `torch.func.jvp` every result is wrapped, and buffers that are
+    wrapped have no memory to communicate.
+    """
+    if not transforming():
+        return nullcontext()
+    from torch._functorch import pyfunctorch
+
+    made: AbstractContextManager[object] = pyfunctorch.temporarily_clear_interpreter_stack()
+    return made
 
 
 def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

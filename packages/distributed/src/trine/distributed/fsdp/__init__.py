@@ -5,6 +5,7 @@ from trine.distributed._fsdp.fully_shard import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from trine.distributed._fsdp.grad_norm import clip_grad_norm_
 from trine.distributed._fsdp.module import FSDPModule, UnshardHandle
 from trine.distributed._fsdp.policies import (
     CPUOffloadPolicy,
@@ -20,6 +21,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "clip_grad_norm_",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
