@@ -176,6 +176,56 @@ def test_rows_are_cut_like_torch_chunk_and_may_be_none(run_on_ranks: RunOnRanks)
     assert [s["scale"] for s in (first, second, third)] == [(1,), (0,), (0,)]
 
 
+def make_the_optimizer_too_early(when: str) -> None:
+    net, reference = net_and_reference()
+    if when == "before sharding":
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = sharded(net)
+    if when == "while whole":
+        assert isinstance(model, FSDPModule)
+        model.unshard()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model.reshard()
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range(3):
+        model.zero_grad()
+        reference_optimizer.zero_grad()
+        backward(loss_of(model, own(batches(step))))
+        mean_backward(reference, batches(step))
+        if step == 0:
+            with pytest.warns(UserWarning, match=r"AdamW was made with whole .* after fully_shard"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        reference_optimizer.step()
+    assert_same_values(model, reference, 1e-5)
+
+
+@pytest.mark.parametrize("when", ["before sharding", "while whole"])
+def test_an_optimizer_made_with_whole_parameters_trains_the_sharded_ones_and_warns(
+    run_on_ranks: RunOnRanks, when: str
+) -> None:
+    run_on_ranks(make_the_optimizer_too_early, 2, when)
+
+
+def keep_old_optimizer_state() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    fully_shard(model)
+    model(torch.ones(1, 3)).sum().backward()
+
+    with pytest.warns(UserWarning, match=r"holds state for whole .*Linear\.weight"):
+        optimizer.step()
+
+
+def test_an_optimizer_with_state_for_whole_parameters_is_told_to_be_made_anew(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(keep_old_optimizer_state, 1)
+
+
 # --- accumulation ----------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trine.distributed._fsdp import hooks
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import comm_for
-from trine.distributed._fsdp.managed import ManagedParam, managed_params, note_sharded
+from trine.distributed._fsdp.managed import ManagedParam, managed_params
 from trine.distributed._fsdp.module import sharded_class
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
@@ -21,6 +21,7 @@ from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.root import share_buffers
 from trine.distributed._fsdp.schedule import UnitSettings
 from trine.distributed._fsdp.state import FSDPState, set_state, state_of
+from trine.distributed._fsdp.successors import note_successor
 from trine.distributed.mesh import DataParallelMeshDims, MeshAxes, init_mesh
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -215,7 +216,7 @@ def _make_groups(
     for each in params:
         sharded = ShardedParam(each.param, each.slots, axes, each.fqn)
         by_dtype.setdefault(each.param.dtype, []).append(sharded)
-        note_sharded(each.param, f"{owner}.{each.fqn}")
+        note_successor(each.param, sharded.sharded, f"{owner}.{each.fqn}")
     return [
         # Each with a pool of its own until the root lets them share one.
         ParamGroup(members, axes, comm_for(axes.shard_group, BufferPool()), policy, settings)

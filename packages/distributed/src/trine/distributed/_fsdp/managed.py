@@ -6,7 +6,6 @@ call took. Shared parameters inside one call are one parameter with several slot
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
@@ -14,9 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.param import Slot
 from trine.distributed._fsdp.state import state_of
+from trine.distributed._fsdp.successors import successor_of
 from trine.distributed._fsdp.torch_internals import module_parameters
 
-__all__ = ["ManagedParam", "managed_params", "note_sharded"]
+__all__ = ["ManagedParam", "managed_params"]
 
 
 class ManagedParam:
@@ -26,23 +26,6 @@ class ManagedParam:
         self.param = param
         self.fqn = fqn
         self.slots = [slot]
-
-
-# Whole parameters that were sharded, by id, while anyone still holds them. A module outside
-# the call that still holds one would train a copy of its own. (Not a WeakKeyDictionary: it
-# compares keys with ==, which tensors answer element by element.)
-_sharded_originals: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
-
-
-def note_sharded(param: nn.Parameter, name: str) -> None:
-    """Remember that this whole parameter has been replaced by a sharded one."""
-    key = id(param)
-    _sharded_originals[key] = (weakref.ref(param, lambda _: _sharded_originals.pop(key)), name)
-
-
-def _sharded_as(param: nn.Parameter) -> str | None:
-    original, name = _sharded_originals.get(id(param), (None, None))
-    return name if original is not None and original() is param else None
 
 
 def managed_params(
@@ -99,10 +82,10 @@ def _unmanaged_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.M
 
 
 def _check(param: nn.Parameter, fqn: str) -> None:
-    elsewhere = _sharded_as(param)
-    if elsewhere is not None:
+    taken = successor_of(param)
+    if taken is not None:
         raise ValueError(
-            f"{fqn} is shared with {elsewhere}, which another call of "
+            f"{fqn} is shared with {taken[1]}, which another call of "
             "fully_shard has sharded already: the two would train apart. Shard the modules "
             "that share a parameter in one call, on a module that contains them all."
         )

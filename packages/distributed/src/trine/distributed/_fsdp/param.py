@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.layout import ShardLayout
+from trine.distributed._fsdp.successors import note_successor
 from trine.distributed._fsdp.torch_internals import (
     local_tensor,
     module_parameters,
@@ -175,6 +176,7 @@ class ShardedParam:
         self._linked = set_local_tensor(self._dtensor, local)
         self._shown_trainable = self.sharded.requires_grad
         self.unsharded = nn.Parameter(unsharded, requires_grad=self._shown_trainable)
+        note_successor(self.unsharded, self.sharded, self.fqn)
         for name, value in vars(self.sharded).items():
             if name not in ("_local_tensor", "_spec"):
                 setattr(self.unsharded, name, value)

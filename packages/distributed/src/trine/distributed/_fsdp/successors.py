@@ -1,0 +1,89 @@
+"""Which sharded parameter has taken the place of a plain one, while anyone still holds that.
+
+Two mistakes leave a program that trains nothing, without a word: a module outside a call of
+`fully_shard` keeps a whole parameter that the call has replaced, or an optimizer does. Both
+are found by asking here for the successor of a tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+__all__ = ["note_successor", "successor_of"]
+
+# By id, since tensors compare element by element.
+_successors: dict[int, tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter], str]] = {}
+_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_noted = 0
+
+
+def note_successor(old: Tensor, new: nn.Parameter, name: str) -> None:
+    """Remember that `new` stands where `old` stood.
+
+    Args:
+        old: a whole parameter.
+        new: the sharded one.
+        name: what to call it in messages.
+    """
+    global _noted
+    if not _noted:
+        register_optimizer_step_pre_hook(_rebind)
+    _noted += 1
+    key = id(old)
+    gone = weakref.ref(old, lambda _: _successors.pop(key, None))
+    _successors[key] = (gone, weakref.ref(new), name)
+
+
+def successor_of(param: Tensor) -> tuple[nn.Parameter, str] | None:
+    """The sharded parameter that has taken the place of `param`, and its name."""
+    found = _successors.get(id(param))
+    if found is None or found[0]() is not param:
+        return None
+    new = found[1]()
+    return None if new is None else (new, found[2])
+
+
+def _rebind(optimizer: Optimizer, *_: Any) -> None:
+    """Before a step: let the optimizer train the sharded parameters instead of whole ones."""
+    if _checked.get(optimizer) == _noted:
+        return
+    _checked[optimizer] = _noted
+    rebound: list[str] = []
+    stale: list[str] = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for position, param in enumerate(params):
+            found = successor_of(param)
+            if found is None:
+                continue
+            new, name = found
+            if optimizer.state.get(param):
+                stale.append(name)
+            else:
+                params[position] = new
+                rebound.append(name)
+    optimizer_name = type(optimizer).__name__
+    if rebound:
+        warnings.warn(
+            f"This {optimizer_name} was made with whole parameters that fully_shard has replaced "
+            f"({_listed(rebound)}). It trains the sharded ones from now on. Make the optimizer "
+            "after fully_shard, and while parameters are not gathered.",
+            stacklevel=3,
+        )
+    if stale:
+        warnings.warn(
+            f"This {optimizer_name} holds state for whole parameters that fully_shard has "
+            f"replaced ({_listed(stale)}), so it cannot train the sharded ones. Make a new "
+            "optimizer after fully_shard.",
+            stacklevel=3,
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
