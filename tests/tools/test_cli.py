@@ -158,6 +158,20 @@ def test_merge_into_a_missing_folder_is_a_usage_error(run_folder: Path, tmp_path
     assert not (tmp_path / "missing").exists()
 
 
+@pytest.mark.parametrize(
+    "command", [["summary", ""], ["merge", "", "--out", "t.json"], ["merge", ".", "--out", ""]]
+)
+def test_an_empty_path_is_not_the_current_folder(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(run_folder)
+
+    result = trine("trace", *command)
+
+    assert result.exit_code == 2
+    assert "a path is expected, and it is empty" in result.output
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     result = trine("dance")
 

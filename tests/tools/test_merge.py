@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,15 @@ def test_a_timeline_never_takes_the_place_of_a_trace(tmp_path: Path, whole_folde
             merge(tmp_path if whole_folder else trace, out)
 
     assert trace.read_bytes() == content
+
+
+def test_a_timeline_takes_the_place_of_a_file_only(tmp_path: Path) -> None:
+    write_rank_file(tmp_path, step(0, 10))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    for out in (pipe, tmp_path):
+        with pytest.raises(TraceFileError, match="which exists and is not a file"):
+            merge(tmp_path, out)
+
+    assert pipe.is_fifo()

@@ -10,11 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.tools.events import event, write_rank_file
 from trine.core.tracing import TraceEvent
+from trine.tools.cli import main
 from trine.tools.tracing import TraceFileError, read_rank_file, read_traces, reader
 
 texts = st.text(max_size=20)
@@ -24,7 +26,7 @@ attributes = st.none() | st.dictionaries(
     st.recursive(
         st.none()
         | st.booleans()
-        | st.integers(-(2**63), 2**63)
+        | st.integers(-(2**63), 2**63 - 1)
         | st.floats(allow_nan=False, allow_infinity=False)
         | texts,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -111,6 +113,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: replace_in_header(path, version=2),
         r"format version 2, and this trine-tools reads version 1",
     ),
+    "true for a version": (lambda path: replace_in_header(path, version=True), "version True"),
+    "a fraction for a version": (lambda path: replace_in_header(path, version=1.0), "version 1.0"),
     "no rank": (lambda path: replace_in_header(path, rank=None), "header has rank = None"),
     "true for a rank": (lambda path: replace_in_header(path, rank=True), "rank = True"),
     "rank too large": (lambda path: replace_in_header(path, rank=9), "rank 9 of 1"),
@@ -178,6 +182,36 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: replace_event(path, GOOD.replace("0.0", '"high"')),
         "value is 'high'",
     ),
+    "a list for a value": (
+        lambda path: replace_event(path, GOOD.replace("0.0", "[1]")),
+        r"value is \[1\]",
+    ),
+    "an object for a value": (
+        lambda path: replace_event(path, GOOD.replace("0.0", "{}")),
+        r"value is \{\}",
+    ),
+    "a value beyond all floats": (
+        lambda path: replace_event(path, GOOD.replace("0.0", "1" + "0" * 400)),
+        "value is 1000",
+    ),
+    "an attribute beyond 64 bits": (
+        lambda path: replace_event(path, GOOD.replace("null", '{"exposed_ns":1%s}' % ("0" * 400))),
+        "its attributes hold a number that is not finite or not below",
+    ),
+    "an attribute beyond all floats": (
+        lambda path: replace_event(path, GOOD.replace("null", '{"x":[1e999]}')),
+        "its attributes hold a number that is not finite or not below",
+    ),
+    "attributes nested too deeply": (
+        lambda path: replace_event(
+            path, GOOD.replace("null", '{"x":%s}' % ("[" * 900 + "]" * 900))
+        ),
+        "are nested more than 8 deep",
+    ),
+    "a deep list for a value": (
+        lambda path: replace_event(path, GOOD.replace("0.0", "[" * 900 + "]" * 900)),
+        "value is ",
+    ),
     "a list for attributes": (
         lambda path: replace_event(path, GOOD.replace("null", "[]")),
         "attributes are not an object",
@@ -191,6 +225,49 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "line 2: it is longer than 1048576 bytes",
     ),
 }
+
+
+numbers = st.integers() | st.floats() | st.sampled_from([2**63, -(2**64), 10**400, 1e308])
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | texts | st.sampled_from(["nan", "exposed_ns", "comm"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=4,
+) | st.integers(1, 990).map(lambda depth: json.loads("[" * depth + "]" * depth))
+EVENT = ["async", "all_gather", "comm", "u", 8, 1, 2, 0, 7, 0.0, {"exposed_ns": 1}]
+
+
+# Without a deadline: a busy machine is no fault of the reader.
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_json_in_any_place_is_refused_in_one_sentence_or_makes_a_valid_trace(
+    data: st.DataObject,
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = write_rank_file(Path(folder), event("x", 1, 2))
+        header = json.loads(path.read_text().splitlines()[0])
+        made: list[object] = list(EVENT)
+        place = data.draw(st.sampled_from([*header, *range(len(EVENT)), "in attributes", "line"]))
+        value = data.draw(anything)
+        if place == "in attributes":
+            made[10] = {"exposed_ns": value}
+        elif isinstance(place, int):
+            made[place] = value
+        elif place != "line":
+            header[place] = value
+        line = json.dumps(value if place == "line" else made)
+        path.write_text(f"{json.dumps(header)}\n{line}\n")
+
+        for command in (["summary"], ["summary", "--json"], ["merge", "--out", f"{folder}/out"]):
+            result = CliRunner().invoke(main, ["trace", command[0], folder, *command[1:]])
+
+            if result.exit_code == 0:
+                assert not path.with_name("out").exists() or json.loads(
+                    path.with_name("out").read_text(), parse_constant=pytest.fail
+                )
+            else:
+                assert isinstance(result.exception, SystemExit), (place, line[:200])
+                assert result.output.startswith("Error: ")
+                assert result.output.count("\n") == 1
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -135,6 +136,20 @@ def test_attributes_that_json_does_not_know_do_not_lose_the_trace(tmp_path: Path
     assert args["nested"] == {"shape": [2, 3], "5": "{1}"}
     assert args["object"] == "<Unspeakable>"
     json.dumps(args["loop"])  # of a finite depth
+
+
+def test_numbers_beyond_what_a_reader_takes_do_not_lose_the_trace(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+    recorder.record(
+        event("huge", 1, 2, kind="counter", nbytes=10**30, step=-(10**30), value=10**400)
+    )
+    recorder.record(event("kept", 1, 2, args={"n": -(2**63), "m": 2**63}))
+
+    huge, kept = read_rank_file(recorder.close()).events
+
+    assert (huge.nbytes, huge.step) == (2**63 - 1, -(2**63))
+    assert math.isnan(huge.value)
+    assert kept.args == {"n": -(2**63), "m": str(2**63)}
 
 
 def test_an_event_too_large_for_a_line_keeps_its_times(tmp_path: Path) -> None:

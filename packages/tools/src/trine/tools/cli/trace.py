@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,13 +17,22 @@ import click
 __all__ = ["trace"]
 
 
+class _Path(click.Path):
+    """A path; an empty one, as an unset variable gives, does not mean the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            self.fail("a path is expected, and it is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def trace() -> None:
     """Merge and sum up the traces of a run."""
 
 
 @trace.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, times in ns, sizes in bytes.")
 def summary(path: Path, as_json: bool) -> None:
     """Show where the communication time of a run went, per FSDP unit.
@@ -42,10 +52,10 @@ def summary(path: Path, as_json: bool) -> None:
 
 
 @trace.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=_Path(path_type=Path))
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=_Path(path_type=Path, dir_okay=False),
     required=True,
     help="The timeline to write, Chrome trace JSON; open it in https://ui.perfetto.dev.",
 )

@@ -27,6 +27,12 @@ def merge(path: Path, out: Path) -> list[RankTrace]:
             f"The timeline would take the place of a trace, {printable(str(out))}. "
             "Give it another name, for example timeline.json."
         )
+    if out.exists() and not out.is_file():
+        # A file would take its place: that of /dev/null, for who may write there.
+        raise TraceFileError(
+            f"The timeline cannot be written to {printable(str(out))}, which exists and is not "
+            "a file. Give it another name, for example timeline.json."
+        )
     traces = read_traces(path)
     write_timeline(traces, out)
     return traces

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from reprlib import repr as short
 from typing import Final, NoReturn, get_args
 
 from trine.core.tracing import Attributes, Kind, TraceEvent
@@ -91,9 +92,10 @@ def decode_header(line: str) -> Header:
         data = None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"it is not the trace of a rank (no {FORMAT} header)")
-    if data.get("version") != VERSION:
+    version = data.get("version")
+    if type(version) is not int or version != VERSION:  # True and 1.0 equal 1, and are not it
         raise ValueError(
-            f"it has format version {data.get('version')!r:.40}, and this trine-tools reads "
+            f"it has format version {short(version):.40}, and this trine-tools reads "
             f"version {VERSION}. Read it with the trine-tools that recorded it, or a newer one"
         )
     values: dict[str, object] = {}
@@ -102,7 +104,7 @@ def decode_header(line: str) -> Header:
         # Annotations are text here, and every field is one of two types.
         good = _is_count(value) if field.type == "int" else isinstance(value, str)
         if not good:
-            raise ValueError(f"its header has {field.name} = {value!r:.40}")
+            raise ValueError(f"its header has {field.name} = {short(value):.40}")
         values[field.name] = value
     header = Header(**values)  # type: ignore[arg-type]  # each was checked just above
     if not header.rank < header.world_size <= _MAX_RANKS:
@@ -113,13 +115,11 @@ def decode_header(line: str) -> Header:
 def encode_event(event: TraceEvent) -> str:
     """One event as a compact JSON array, without its line break.
 
-    Attributes that JSON cannot hold are written as text; nothing an event can carry
+    Attributes that no reader could take are written as text; nothing an event can carry
     makes a file unreadable.
     """
-    try:
-        line = _encode(_fields(event, event.args))
-    except (TypeError, ValueError, OverflowError, RecursionError):
-        line = _encode(_fields(event, _plain_mapping(event.args)))
+    args = event.args if _is_plain(event.args) else _plain_mapping(event.args)
+    line = _encode(_fields(event, args))
     if len(line) >= MAX_LINE_BYTES:  # ASCII: characters are bytes
         line = _encode(_fields(event, {"left_out": f"{len(line)} bytes"}, longest_text=200))
     return line
@@ -136,7 +136,7 @@ def decode_event(line: str) -> TraceEvent:
         raise ValueError("it is not a list of 11 fields")
     kind, name, category, unit, nbytes, start_ns, end_ns, step, thread, value, args = data
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"unknown kind {kind!r:.40}")
+        raise ValueError(f"unknown kind {short(kind):.40}")
     if not (isinstance(name, str) and isinstance(category, str) and isinstance(unit, str)):
         raise ValueError("name, category and unit must be text")
     if not (_is_count(nbytes) and _is_count(start_ns) and _is_count(end_ns)):
@@ -144,13 +144,19 @@ def decode_event(line: str) -> TraceEvent:
     if end_ns < start_ns:
         raise ValueError(f"it ends ({end_ns}) before it starts ({start_ns})")
     if type(step) is not int or not -_INT64 <= step < _INT64:
-        raise ValueError(f"step is {step!r:.40}")
+        raise ValueError(f"step is {short(step):.40}")
     if type(thread) is not int or not 0 <= thread < 2 * _INT64:
-        raise ValueError(f"thread is {thread!r:.40}")
-    if isinstance(value, bool) or not (isinstance(value, (int, float)) or value in _NOT_FINITE):
-        raise ValueError(f"value is {value!r:.40}")
+        raise ValueError(f"thread is {short(thread):.40}")
+    number = _number(value)
+    if number is None:
+        raise ValueError(f"value is {short(value):.40}")
     if args is not None and not isinstance(args, dict):
         raise ValueError("its attributes are not an object")
+    if not _is_plain(args):
+        raise ValueError(
+            f"its attributes hold a number that is not finite or not below 2**63, or are nested "
+            f"more than {_MAX_DEPTH} deep"
+        )
     event = TraceEvent(
         kind,  # type: ignore[arg-type]  # one of the four: checked above
         name,
@@ -160,7 +166,7 @@ def decode_event(line: str) -> TraceEvent:
         args,
         start_ns,
         end_ns,
-        float(value),
+        number,
     )
     event.step = step
     event.thread = thread
@@ -170,21 +176,36 @@ def decode_event(line: str) -> TraceEvent:
 def _fields(
     event: TraceEvent, args: Attributes | None, longest_text: int | None = None
 ) -> list[object]:
-    start_ns = max(0, int(event.start_ns))
-    value = float(event.value)
+    start_ns = _count(event.start_ns)
+    value = _number(event.value)
     return [
         event.kind,
         str(event.name)[:longest_text],
         str(event.category)[:longest_text],
         str(event.unit)[:longest_text],
-        max(0, int(event.nbytes)),
+        _count(event.nbytes),
         start_ns,
-        max(start_ns, int(event.end_ns)),
-        int(event.step),
+        max(start_ns, _count(event.end_ns)),
+        max(-_INT64, min(int(event.step), _INT64 - 1)),
         event.thread,
-        value if math.isfinite(value) else str(value),
+        value if value is not None and math.isfinite(value) else str(value or "nan"),
         args,
     ]
+
+
+def _is_plain(value: object, depth: int = 0) -> bool:
+    """Whether a file may hold this as it is: JSON, with numbers and depths that all can take."""
+    if value is None or isinstance(value, (str, bool)):
+        return True
+    if isinstance(value, int):
+        return -_INT64 <= value < _INT64
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if depth > _MAX_DEPTH:
+        return False
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(value[key], depth + 1) for key in value)
+    return isinstance(value, list) and all(_is_plain(item, depth + 1) for item in value)
 
 
 def _plain_mapping(args: Attributes | None) -> Attributes | None:
@@ -194,7 +215,7 @@ def _plain_mapping(args: Attributes | None) -> Attributes | None:
 def _plain(value: object, depth: int = 0) -> object:
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, int) and abs(value) < _INT64:
+    if isinstance(value, int) and -_INT64 <= value < _INT64:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -211,6 +232,23 @@ def _text(value: object) -> str:
         return str(value)
     except Exception:  # whatever a foreign __str__ does, the other events are worth keeping
         return f"<{type(value).__name__}>"
+
+
+def _number(value: object) -> float | None:
+    """What the field `value` of an event holds, or None if that is no number."""
+    if isinstance(value, str):
+        return float(value) if value in _NOT_FINITE else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _count(value: float) -> int:
+    """The nearest integer that a reader takes for a time or a size."""
+    return max(0, min(int(value), _INT64 - 1))
 
 
 def _is_count(value: object) -> bool:
