@@ -145,11 +145,16 @@ class MeshAxes:
     @classmethod
     def of(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshAxes:
         """The axes of `mesh`, made once: axes taken as one need process groups of their own."""
-        # Kept on the mesh, since meshes that are equal may belong to different worlds.
-        made: dict[DataParallelMeshDims | None, MeshAxes] = vars(mesh).setdefault("_trine_axes", {})
-        if dims not in made:
-            made[dims] = cls(mesh, dims)
-        return made[dims]
+        # By identity, since meshes that are equal may belong to different worlds; what is
+        # kept holds its mesh, so the identity is not given to another.
+        kept = _axes_with_groups.get((id(mesh), dims))
+        if kept is not None:
+            return kept
+        axes = cls(mesh, dims)
+        if axes.mesh is not mesh:
+            _axes_with_groups[id(mesh), dims] = axes
+            _meshes_kept.append(mesh)
+        return axes
 
     def _take_axes_as_one(
         self, mesh: DeviceMesh, replicate_axes: list[int], shard_axes: list[int]
@@ -220,3 +225,7 @@ def _group(mesh: DeviceMesh, axes: list[int]) -> tuple[dist.ProcessGroup | None,
             ours = group
     assert isinstance(ours, dist.ProcessGroup)
     return ours, size, ours.rank()
+
+
+_axes_with_groups: dict[tuple[int, DataParallelMeshDims | None], MeshAxes] = {}
+_meshes_kept: list[DeviceMesh] = []

@@ -89,8 +89,7 @@ def fully_shard(
         reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward)
     )
     reduce_settings = ReduceSettings()
-    owner = " and ".join(type(each).__name__ for each in modules)
-    groups = _make_groups(params, axes, policy, reduce_settings, owner)
+    groups = _make_groups(params, axes, policy, reduce_settings)
     state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
     for each in modules:
         set_state(each, state)
@@ -163,7 +162,8 @@ def _modules(given: object) -> tuple[nn.Module, ...]:
         name = type(module).__name__
         if state_of(module) is not None:
             raise ValueError(f"fully_shard was called on this {name} before. One call per module.")
-        if type(module).forward is nn.Module.forward:
+        # Asked of the object: a compiled module has its forward there.
+        if getattr(module.forward, "__func__", None) is nn.Module.forward:
             raise ValueError(
                 f"{name} has no forward of its own, so nothing would ever gather its parameters. "
                 "Call fully_shard on the modules inside it instead."
@@ -209,14 +209,13 @@ def _make_groups(
     axes: MeshAxes,
     policy: MixedPrecisionPolicy,
     settings: ReduceSettings,
-    owner: str,
 ) -> list[ParamGroup]:
     """One group for each dtype, in the order in which the dtypes occur."""
     by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
     for each in params:
         sharded = ShardedParam(each.param, each.slots, axes, each.fqn)
         by_dtype.setdefault(each.param.dtype, []).append(sharded)
-        note_successor(each.param, sharded.sharded, f"{owner}.{each.fqn}")
+        note_successor(each.param, sharded)
     return [
         # Each with a pool of its own until the root lets them share one.
         ParamGroup(members, axes, comm_for(axes.shard_group, BufferPool()), policy, settings)

@@ -15,8 +15,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.layout import GroupLayout
-from trine.distributed._fsdp.param import ShardedParam, as_dtensor
-from trine.distributed._fsdp.torch_internals import local_tensor, storage_users
+from trine.distributed._fsdp.param import ShardedParam, as_dtensor, rows_in
+from trine.distributed._fsdp.torch_internals import (
+    apply_grad_hooks,
+    call_post_accumulate_hooks,
+    local_tensor,
+    storage_users,
+)
 
 __all__ = ["ShardedGrads"]
 
@@ -37,11 +42,13 @@ class ShardedGrads:
         self.layout = layout
         rank = first.axes.shard_rank
         self.tensors: list[DTensor] = [
-            as_dtensor(_rows(self.flat, offset, param, rank), param.layout, param.axes)
+            as_dtensor(
+                rows_in(self.flat, offset, param.layout.shape_of(rank)), param.layout, param.axes
+            )
             for offset, param in zip(layout.offsets, params, strict=True)
         ]
-        self._users = storage_users(self.flat)
-        self._references = [sys.getrefcount(tensor) for tensor in self.tensors]
+        self._locals = [local_tensor(tensor) for tensor in self.tensors]
+        self._owners = self._count_owners()
 
     @property
     def extra(self) -> Tensor:
@@ -53,33 +60,31 @@ class ShardedGrads:
 
         To be asked while no parameter holds one of its tensors as gradient.
         """
-        return (
-            self._users is not None
-            and storage_users(self.flat) == self._users
-            and [sys.getrefcount(tensor) for tensor in self.tensors] == self._references
-        )
+        return None not in self._owners and self._count_owners() == self._owners
+
+    def _count_owners(self) -> list[int | None]:
+        """Who holds the gradients: as DTensors, as the plain tensors inside, or as views."""
+        owners: list[int | None] = [sys.getrefcount(tensor) for tensor in self.tensors]
+        owners += [sys.getrefcount(local) for local in self._locals]
+        owners += [storage_users(local) for local in self._locals]
+        return owners
 
     def hand_out(self, params: Sequence[ShardedParam], used: Sequence[bool]) -> None:
         """Give each used parameter its gradient; add where one is there already."""
         for param, tensor, is_used in zip(params, self.tensors, used, strict=True):
             if not is_used:
                 continue
+            grad = apply_grad_hooks(param.sharded, tensor)
             present = param.sharded.grad
             if present is None:
-                param.sharded.grad = tensor
-            else:
-                assert isinstance(present, DTensor)
+                param.sharded.grad = grad
+            elif isinstance(present, DTensor) and isinstance(grad, DTensor):
                 with torch.no_grad():
-                    local_tensor(present).add_(local_tensor(tensor))
-
-
-def _rows(flat: Tensor, offset: int, param: ShardedParam, rank: int) -> Tensor:
-    shape = param.layout.shape_of(rank)
-    return flat[offset : offset + _numel(shape)].view(shape)
-
-
-def _numel(shape: Sequence[int]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
+                    local_tensor(present).add_(local_tensor(grad))
+            else:
+                raise TypeError(
+                    f"The gradient of {param.fqn} was set to a plain {type(present).__name__}; "
+                    "expected a DTensor like the parameter, to which this backward can be added. "
+                    "Set it to None, or to DTensor.from_local(...) on the parameter's mesh."
+                )
+            call_post_accumulate_hooks(param.sharded)

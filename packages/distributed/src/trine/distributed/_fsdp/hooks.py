@@ -22,14 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from trine.core.batches import map_tensors, tensors_of
+from trine.core.batches import tensors_of
 from trine.distributed._fsdp import root
 from trine.distributed._fsdp.precision import cast_floating
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState
 from trine.distributed._fsdp.torch_internals import (
+    backward_running,
     call_after_backward,
-    in_backward,
+    on_backward_reaching,
     outside_transforms,
     transforming,
 )
@@ -76,7 +77,7 @@ def _pre_forward(
     state: FSDPState, module: nn.Module, args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
     schedule = root.schedule_of(state)
-    if schedule.in_backward and not in_backward():
+    if schedule.in_backward and backward_running() == -1:
         schedule.reset()  # the last backward raised and never ended
     part = state.modules.index(module)
     with outside_transforms():
@@ -86,7 +87,7 @@ def _pre_forward(
     policy = state.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:
         args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
-    if any(begins) and torch.is_grad_enabled():
+    if any(begins) and torch.is_grad_enabled() and not transforming():
         args, kwargs = _watch_inputs(args, kwargs, partial(_post_backward, state, schedule))
     return args, kwargs
 
@@ -103,7 +104,13 @@ def _post_forward(state: FSDPState, module: nn.Module, args: Args, output: Any) 
         output = cast_floating(output, state.policy.output_dtype)
     differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     part = state.modules.index(module)
-    hidden = torch.is_grad_enabled() and (transforming() or _is_opaque(output))
+    # Where no output can tell that a backward begins: it hides its tensors, or what was
+    # computed leaves by another way, such as a list of the caller's.
+    hidden = (
+        torch.is_grad_enabled()
+        and (transforming() or not differentiable)
+        and any(group.trained() for group in state.groups)
+    )
     with outside_transforms():
         for group in state.groups:
             schedule.post_forward(
@@ -115,24 +122,15 @@ def _post_forward(state: FSDPState, module: nn.Module, args: Args, output: Any) 
             _watch_params(state, schedule)
     if state.groups and not hidden:
         for tensor in differentiable:
-            _on_grad(tensor, partial(_pre_backward, state, schedule))
+            on_backward_reaching(tensor, partial(_pre_backward, state, schedule))
     return output
-
-
-def _is_opaque(output: Any) -> bool:
-    """Whether an output is of a kind in which tensors cannot be found."""
-    return not (
-        output is None
-        or isinstance(output, (bool, int, float, str, bytes))
-        or next(tensors_of(output), None) is not None
-    )
 
 
 def _watch_params(state: FSDPState, schedule: Schedule) -> None:
     """Notice a backward by the gradients of parameters, where outputs cannot tell.
 
-    Such are outputs of a torch.func transform, whose tensors are taken apart outside it, and
-    objects that hide their tensors.
+    Such are outputs of a torch.func transform, whose tensors are taken apart outside it,
+    objects that hide their tensors, and no outputs at all.
     """
     handles: list[Any] = []
 
@@ -145,12 +143,12 @@ def _watch_params(state: FSDPState, schedule: Schedule) -> None:
         handles += [_on_grad(param, notice) for param in group.trained()]
 
 
-def _pre_backward(state: FSDPState, schedule: Schedule, grad: Tensor) -> None:
+def _pre_backward(state: FSDPState, schedule: Schedule, grad: object) -> None:
     # With create_graph, autograd runs hooks in grad mode: gradients of gradients may follow,
     # and they read the parameters that this backward would free.
     keep_whole = torch.is_grad_enabled()
     for group in state.groups:
-        if schedule.pre_backward(group, keep_whole=keep_whole):
+        if schedule.pre_backward(group, keep_whole=keep_whole, task=backward_running()):
             call_after_backward(schedule.end_backward)
 
 
@@ -164,19 +162,34 @@ def _watch_inputs(
 ) -> tuple[Args, Kwargs]:
     """Inputs that need a gradient as aliases; `when_known` is called once all theirs are."""
     aliases: list[Tensor] = []
-
-    def alias(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        aliases.append(tensor.view_as(tensor))
-        return aliases[-1]
-
-    args, kwargs = map_tensors((args, kwargs), alias)
+    watched: Args = _aliased(args, aliases)
+    watched_kwargs = {name: _aliased(value, aliases) for name, value in kwargs.items()}
+    # The module may write into lists, dictionaries and objects of its caller's, so they are
+    # passed on as they are. Their gradients cannot be waited for: the end of backward will do.
+    if any(
+        t.requires_grad for t in tensors_of((watched, watched_kwargs)) if not _among(t, aliases)
+    ):
+        return args, kwargs
+    args, kwargs = watched, watched_kwargs
     if len(aliases) == 1:
         _on_grad(aliases[0], when_known)
     elif aliases:
         register_multi_grad_hook(aliases, when_known)
     return args, kwargs
+
+
+def _aliased(value: Any, aliases: list[Tensor]) -> Any:
+    """`value` with aliases of the tensors that need gradients; they are added to `aliases`."""
+    if isinstance(value, Tensor) and value.requires_grad:
+        aliases.append(value.view_as(value))
+        return aliases[-1]
+    if type(value) is tuple:
+        return tuple(_aliased(item, aliases) for item in value)
+    return value
+
+
+def _among(tensor: Tensor, others: list[Tensor]) -> bool:
+    return any(tensor is other for other in others)
 
 
 def _on_grad(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:

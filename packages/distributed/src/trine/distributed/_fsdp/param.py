@@ -15,24 +15,29 @@ communicate and owns no buffer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.dlpack import from_dlpack
 
 from trine.distributed._fsdp.layout import ShardLayout
 from trine.distributed._fsdp.successors import note_successor
 from trine.distributed._fsdp.torch_internals import (
+    copy_grad_hooks,
     local_tensor,
     module_parameters,
     set_local_tensor,
+    version_of,
 )
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["ShardedParam", "Slot", "as_dtensor"]
+__all__ = ["ShardedParam", "Slot", "as_dtensor", "rows_in"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +64,21 @@ def as_dtensor(local: Tensor, layout: ShardLayout, axes: MeshAxes) -> DTensor:
             shape=shape,
             stride=_contiguous_stride(shape),
         )
+
+
+def rows_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
+    """Elements of a flat buffer as a tensor with a storage of its own, over the same memory.
+
+    A view would do, but for two things that follow from its storage being the whole buffer:
+    DTensor loses track of an offset in it, and `torch.save` writes all of it.
+    """
+    numel = prod(shape)
+    part = flat.detach()[offset : offset + numel]
+    if numel:
+        # A dtype that DLPack does not know stays a view.
+        with contextlib.suppress(BufferError, RuntimeError, TypeError):
+            part = from_dlpack(part)
+    return part.view(tuple(shape))
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -104,6 +124,7 @@ class ShardedParam:
         )
         for name, value in vars(param).items():
             setattr(self.sharded, name, value)
+        copy_grad_hooks(param, self.sharded)
         self.unsharded: nn.Parameter | None = None
         self._shown_trainable = param.requires_grad
         self._linked = True
@@ -176,7 +197,7 @@ class ShardedParam:
         self._linked = set_local_tensor(self._dtensor, local)
         self._shown_trainable = self.sharded.requires_grad
         self.unsharded = nn.Parameter(unsharded, requires_grad=self._shown_trainable)
-        note_successor(self.unsharded, self.sharded, self.fqn)
+        note_successor(self.unsharded, self)
         for name, value in vars(self.sharded).items():
             if name not in ("_local_tensor", "_spec"):
                 setattr(self.unsharded, name, value)
@@ -207,6 +228,10 @@ class ShardedParam:
         self._shown_trainable = requires_grad
         for slot in self.slots:
             module_parameters(slot.module)[slot.name] = unsharded
+
+    def version(self) -> int:
+        """A number that changes when somebody writes to the sharded parameter in place."""
+        return version_of(self.sharded) + version_of(local_tensor(self._dtensor))
 
     def keep_grad(self, dtype: torch.dtype) -> None:
         """Put the gradient aside in `dtype` until a later backward reduces it."""

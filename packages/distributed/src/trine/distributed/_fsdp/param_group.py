@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import Comm, Pending
 from trine.distributed._fsdp.custom_comm import AllGather, CustomComm, ReduceScatter
 from trine.distributed._fsdp.layout import GroupLayout
-from trine.distributed._fsdp.param import ShardedParam
+from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
 from trine.distributed._fsdp.transfers import Transfer, Transfers
@@ -101,7 +100,7 @@ class ParamGroup:
         self._reducer = GradReducer(
             self.params, comm, axes.replicate_group, settings, self._transfers
         )
-        self._gathered_at = -1
+        self._gathered_at = (-1, -1)
         self._flat: Tensor | None = None
         _OptimizerSteps.watch()
         for param in self.params:
@@ -123,7 +122,7 @@ class ParamGroup:
         dtype = dtypes.pop()
         floating = dtype.is_floating_point
         self._gather_dtype = (self.policy.param_dtype or dtype) if floating else dtype
-        self._reduce_dtype = self.policy.reduce_dtype or self._gather_dtype
+        self._reduce_dtype = (self.policy.reduce_dtype or self._gather_dtype) if floating else dtype
         device = self.params[0].local.device
         ranks, layout = self.comm.world_size, self.layout
         with torch.inference_mode(False), torch.no_grad():
@@ -134,10 +133,9 @@ class ParamGroup:
                 self.params, layout.offsets, layout.chunk_numels, strict=True
             ):
                 rows = param.layout.shape_of(self.comm.rank)
-                local = flat[offset : offset + prod(rows)].view(rows)
                 start = ranks * offset
                 padded = _view(whole, start, (ranks, numel))
-                param.bind(local, _view(whole, start, param.layout.shape))
+                param.bind(rows_in(flat, offset, rows), _view(whole, start, param.layout.shape))
                 self._padded.append(padded)
         self._flat = flat
         self._whole = whole.untyped_storage()
@@ -209,7 +207,7 @@ class ParamGroup:
     def unshard(self) -> None:
         """Start to gather the parameters."""
         if self._holds is not _Storage.EMPTY:
-            if self._holds is _Storage.FILLING or self._gathered_at == _OptimizerSteps.count:
+            if self._holds is _Storage.FILLING or self._gathered_at == self._now():
                 return
             self.reshard()
         flat = self._buffer()
@@ -227,8 +225,16 @@ class ParamGroup:
         self._gather = _Gather(
             Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out
         )
-        self._gathered_at = _OptimizerSteps.count
+        self._gathered_at = self._now()
         self._holds = _Storage.FILLING
+
+    def _now(self) -> tuple[int, int]:
+        """Changes when the shards do: by an optimizer, or by hand and in place.
+
+        Fused and foreach optimizers write past the counters of the tensors, so steps are
+        counted too.
+        """
+        return _OptimizerSteps.count, sum(param.version() for param in self.params)
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:

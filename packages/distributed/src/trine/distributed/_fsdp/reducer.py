@@ -226,7 +226,7 @@ class GradReducer:
         used = reduction.used
         if not all(used):
             somewhere = grads.extra.tolist()
-            used = [here or mark > 0 for here, mark in zip(used, somewhere, strict=True)]
+            used = [here or abs(mark) > 0 for here, mark in zip(used, somewhere, strict=True)]
         if self.settings.hook is not None:
             self.settings.hook(grads.flat[: plan.layout.shard_numel])
         grads.hand_out(plan.params, used)

@@ -37,6 +37,9 @@ from trine.core import tracing
 __all__ = ["Phase", "Schedule", "Unit", "UnitSettings"]
 
 
+_MOST_BEGUN = 64  # forwards of each unit, beyond which an order is not worth keeping
+
+
 class Unit(Protocol):
     """What the schedule asks of a parameter group."""
 
@@ -144,6 +147,8 @@ class Schedule:
         self.in_backward = False
         self.is_last_backward = True
         self._keep_whole = False
+        self._task = 0
+        self._recomputes = False
 
     def add(
         self, unit: Unit, settings: UnitSettings, *, is_root: bool = False, parts: int = 1
@@ -186,6 +191,7 @@ class Schedule:
         unit.unshard()
         unit.wait_for_unshard()
         if self.in_backward:
+            self._recomputes = True
             return True
         record = self._records[unit]
         if record.phase is Phase.FORWARD and record.parts > 1:
@@ -193,6 +199,8 @@ class Schedule:
         self._enter(record, Phase.FORWARD)
         record.grads_wanted, record.may_free = False, True
         record.ran.clear()
+        if len(self._begun) > _MOST_BEGUN * len(self._records):
+            self._begun.clear()  # parts of the model are used on their own, over and over
         self._begun.append(record)
         self._prefetch_forward(record)
         return True
@@ -254,20 +262,26 @@ class Schedule:
 
     # --- backward ---------------------------------------------------------------------
 
-    def pre_backward(self, unit: Unit, *, keep_whole: bool = False) -> bool:
+    def pre_backward(self, unit: Unit, *, keep_whole: bool = False, task: int = 0) -> bool:
         """A gradient has reached an output of `unit`.
 
         Args:
             unit: whose it is.
+            task: which backward pass this is. Another one while the first has not ended is
+                inside it, if a forward was recomputed there; if not, the first has raised.
             keep_whole: free nothing after this backward, because a backward through it may
                 follow.
 
         Returns:
             True if a backward pass begins with this; `end_backward` must follow when it ends.
         """
+        if self.in_backward and task != self._task and not self._recomputes:
+            self.reset()
         begins = not self.in_backward
         if begins:
             self.in_backward = True
+            self._task = task
+            self._recomputes = False
             self._keep_whole = keep_whole
         record = self._records[unit]
         if record.phase is not Phase.BACKWARD:
@@ -329,6 +343,7 @@ class Schedule:
             while self._reducing:
                 for record in list(self._reducing):
                     self._advance(record)
+        self._ended.clear()
         for record in self._records.values():
             record.calls.clear()
             if self._frees_after_backward(record):

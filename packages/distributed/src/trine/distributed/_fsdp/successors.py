@@ -9,35 +9,41 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["note_successor", "successor_of"]
+__all__ = ["HoldsSharded", "note_successor", "successor_of"]
+
+
+class HoldsSharded(Protocol):
+    """What knows the sharded parameter.
+
+    The parameter itself must have no weak references: torch refuses to exchange the contents
+    of a tensor that has some, as `module.to(dtype)` does.
+    """
+
+    fqn: str
+    sharded: nn.Parameter
+
 
 # By id, since tensors compare element by element.
-_successors: dict[int, tuple[weakref.ref[Tensor], weakref.ref[nn.Parameter], str]] = {}
+_successors: dict[int, tuple[weakref.ref[Tensor], weakref.ref[HoldsSharded]]] = {}
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _noted = 0
 
 
-def note_successor(old: Tensor, new: nn.Parameter, name: str) -> None:
-    """Remember that `new` stands where `old` stood.
-
-    Args:
-        old: a whole parameter.
-        new: the sharded one.
-        name: what to call it in messages.
-    """
+def note_successor(old: Tensor, holder: HoldsSharded) -> None:
+    """Remember that the sharded parameter of `holder` stands where `old` stood."""
     global _noted
     if not _noted:
         register_optimizer_step_pre_hook(_rebind)
     _noted += 1
     key = id(old)
     gone = weakref.ref(old, lambda _: _successors.pop(key, None))
-    _successors[key] = (gone, weakref.ref(new), name)
+    _successors[key] = (gone, weakref.ref(holder))
 
 
 def successor_of(param: Tensor) -> tuple[nn.Parameter, str] | None:
@@ -45,8 +51,8 @@ def successor_of(param: Tensor) -> tuple[nn.Parameter, str] | None:
     found = _successors.get(id(param))
     if found is None or found[0]() is not param:
         return None
-    new = found[1]()
-    return None if new is None else (new, found[2])
+    holder = found[1]()
+    return None if holder is None else (holder.sharded, holder.fqn)
 
 
 def _rebind(optimizer: Optimizer, *_: Any) -> None:

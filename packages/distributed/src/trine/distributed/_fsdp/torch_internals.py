@@ -15,15 +15,20 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "apply_grad_hooks",
+    "backward_running",
     "call_after_backward",
+    "call_post_accumulate_hooks",
     "chunk_cat",
-    "in_backward",
+    "copy_grad_hooks",
     "local_tensor",
     "module_parameters",
+    "on_backward_reaching",
     "outside_transforms",
     "set_local_tensor",
     "storage_users",
     "transforming",
+    "version_of",
 ]
 
 
@@ -36,14 +41,14 @@ def call_after_backward(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
-def in_backward() -> bool:
-    """Whether the calling thread is inside a backward pass.
+def backward_running() -> int:
+    """A number for the backward pass that the calling thread is inside of; -1 for none.
 
-    Without torch's answer: yes, which is right for recomputation and costs the automatic
-    recovery after an exception in backward.
+    Without torch's answer: always 0, which is right for recomputation and costs the
+    automatic recovery after an exception in backward.
     """
     ask = getattr(torch._C, "_current_graph_task_id", None)
-    return ask is None or ask() != -1
+    return 0 if ask is None else int(ask())
 
 
 def transforming() -> bool:
@@ -91,6 +96,57 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> bool:
         return False
     tensor._local_tensor = local
     return True
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often `tensor` was written to in place, as far as torch counts it; else 0."""
+    return getattr(tensor, "_version", 0)
+
+
+def copy_grad_hooks(source: Tensor, target: Tensor) -> None:
+    """Register on `target` what was registered with `register_hook` and its like on `source`.
+
+    Without torch's dictionaries of hooks nothing is copied.
+    """
+    for hook in (getattr(source, "_backward_hooks", None) or {}).values():
+        target.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's own
+    for hook in (getattr(source, "_post_accumulate_grad_hooks", None) or {}).values():
+        target.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def apply_grad_hooks(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient after the hooks that `param.register_hook` registered.
+
+    Autograd calls hooks of leaves that it computes gradients for; sharded parameters are
+    given theirs, so the engine calls them.
+    """
+    hooks = getattr(param, "_backward_hooks", None)
+    for hook in list(hooks.values()) if hooks else ():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def call_post_accumulate_hooks(param: Tensor) -> None:
+    """Call what `param.register_post_accumulate_grad_hook` registered."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    for hook in list(hooks.values()) if hooks else ():
+        hook(param)
+
+
+def on_backward_reaching(tensor: Tensor, function: Callable[[object], None]) -> None:
+    """Call `function` when a backward pass reaches the operation that made `tensor`.
+
+    Unlike a hook on the tensor this survives that the tensor is written to in place. If it
+    is a view, such a write replaces the operation that made the view, but not the one that
+    made what it views; so the latter is watched.
+    """
+    base = getattr(tensor, "_base", None)
+    made_by = tensor.grad_fn if base is None or base.grad_fn is None else base.grad_fn
+    if made_by is None:
+        tensor.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own
+    else:
+        made_by.register_prehook(function)
 
 
 def storage_users(tensor: Tensor) -> int | None:
