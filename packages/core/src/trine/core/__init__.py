@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from trine.core import batches, tracing
+from trine.core import batches, profiler, tracing
 from trine.core.devices import CPUDevice, CUDADevice, Device, get_device, register_device
 from trine.core.errors import TrineError
 from trine.core.precision import Precision
@@ -17,6 +17,7 @@ __all__ = [
     "TrineError",
     "batches",
     "get_device",
+    "profiler",
     "register_device",
     "tracing",
 ]
