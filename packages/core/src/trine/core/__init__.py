@@ -2,10 +2,12 @@
 
 from importlib.metadata import version
 
-from trine.core import batches, profiler, tracing
+from trine.core import batches, handler, profiler, runtime, tracing
 from trine.core.devices import CPUDevice, CUDADevice, Device, get_device, register_device
 from trine.core.errors import TrineError
 from trine.core.precision import Precision
+from trine.core.runtime.mapping import map
+from trine.core.runtime.move import to
 
 __version__ = version("trine-core")
 
@@ -17,7 +19,11 @@ __all__ = [
     "TrineError",
     "batches",
     "get_device",
+    "handler",
+    "map",
     "profiler",
     "register_device",
+    "runtime",
+    "to",
     "tracing",
 ]
