@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from trine.core import batches, handler, profiler, runtime, tracing
+from trine.core import batches, handler, profiler, runtime, tracing, training
 from trine.core.devices import CPUDevice, CUDADevice, Device, get_device, register_device
 from trine.core.errors import TrineError
 from trine.core.precision import Precision
@@ -26,4 +26,5 @@ __all__ = [
     "runtime",
     "to",
     "tracing",
+    "training",
 ]
