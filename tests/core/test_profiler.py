@@ -7,19 +7,23 @@ import inspect
 import multiprocessing
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trine.core import profiler, tracing
+from trine.core import Device, profiler, tracing
 from trine.core.profiler import (
     TimeSummary,
     get_time_summary,
     record,
     record_function,
     record_iterable,
+    time_summary,
 )
+from trine.core.runtime import BaseRuntime, runtime_registry
 from trine.core.tracing import TraceEvent, add_sink, remove_sink
 
 
@@ -182,6 +186,43 @@ def test_torchs_profiler_sees_what_is_recorded() -> None:
         torch.ones(2) + 1
 
     assert any("my block" in event.key for event in profiled.key_averages())
+
+
+def test_the_runtime_of_the_device_is_told_of_the_block_and_even_if_the_report_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[object] = []
+
+    class Told:
+        def __enter__(self) -> None:
+            told.append("begin")
+
+        def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+            told.append(kind)
+
+    class OwnToolsRuntime(BaseRuntime):
+        @classmethod
+        def trace(cls, event_name: str | None, arg: object) -> AbstractContextManager[object]:
+            told.append((event_name, arg))
+            return Told()
+
+    def no_device(spec: str) -> Device:
+        raise_at_event = Mock(spec=Device)
+        raise_at_event.event.side_effect = RuntimeError("no event")
+        return raise_at_event
+
+    monkeypatch.setattr(
+        runtime_registry, "get_runtime_class_for_device_spec", lambda device: OwnToolsRuntime
+    )
+    monkeypatch.setattr(time_summary, "get_device", no_device)
+
+    with record("load 1", metric="load", device="own"):
+        pass
+    with pytest.raises(RuntimeError, match="no event"), record("fails", use_cuda=True):
+        pass
+
+    assert told == [("load 1", "load"), "begin", None, ("fails", None), "begin", RuntimeError]
+    assert counted() == ["load"]
 
 
 def test_device_time_without_a_device_is_refused_by_name() -> None:

@@ -16,16 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, ParamSpec, Self, TypeVar, cast
 
-import torch
-
 from trine.core.profiler.time_summary import Report, get_time_summary
-from trine.core.tracing import span
+from trine.core.runtime import DeviceLike, runtime_registry
 
 __all__ = ["record", "record_function", "record_iterable"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-DeviceLike = str | torch.device
 
 
 class _NotRecorded:
@@ -216,9 +213,10 @@ def record_iterable(
 def _region(
     tag: str, metric: str | None, use_cuda: bool, enable: bool, device: DeviceLike
 ) -> _Region:
+    runtime = runtime_registry.get_runtime_class_for_device_spec(device)
     counted_as = tag if metric is None else metric
     report = get_time_summary().report(counted_as, use_cuda) if enable else _NOT_RECORDED
-    return _Region(span(tag, args=None if counted_as == tag else {"arg": counted_as}), report)
+    return _Region(runtime.trace(tag, None if counted_as == tag else counted_as), report)
 
 
 def _place() -> str:
