@@ -3,11 +3,24 @@
 from importlib.metadata import version
 
 from trine.core import batches, handler, profiler, runtime, tracing, training
-from trine.core.devices import CPUDevice, CUDADevice, Device, get_device, register_device
+from trine.core.devices import (
+    CPUDevice,
+    CUDADevice,
+    Device,
+    DeviceCPU,
+    DeviceGPU,
+    DeviceMPS,
+    MPSDevice,
+    XPUDevice,
+    get_device,
+    register_device,
+)
 from trine.core.errors import TrineError
 from trine.core.precision import Precision
 from trine.core.runtime.mapping import map
 from trine.core.runtime.move import to
+from trine.core.serialization import Serializable
+from trine.core.state import State
 
 __version__ = version("trine-core")
 
@@ -15,8 +28,15 @@ __all__ = [
     "CPUDevice",
     "CUDADevice",
     "Device",
+    "DeviceCPU",
+    "DeviceGPU",
+    "DeviceMPS",
+    "MPSDevice",
     "Precision",
+    "Serializable",
+    "State",
     "TrineError",
+    "XPUDevice",
     "batches",
     "get_device",
     "handler",
