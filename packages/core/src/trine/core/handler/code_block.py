@@ -5,7 +5,7 @@ A block is data. It decides nothing about devices: its runtime executes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,7 @@ def forward(block: Callable[..., Any]) -> CodeBlock:
 
 def update_parameters(
     block: Callable[..., Any],
-    optimizers: list[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     backprop_from: str | None = None,
     backprop_to: set[str] | None = None,
 ) -> CodeBlock:

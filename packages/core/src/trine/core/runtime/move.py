@@ -12,7 +12,9 @@ from trine.core.runtime.tags import runtime_of, set_runtime
 
 __all__ = ["to"]
 
-ModuleOrTensor = TypeVar("ModuleOrTensor", nn.Module, Tensor)
+# A runtime may answer with a module of another class. Few do, and a model that loses its class
+# in the eyes of a type checker would be a daily nuisance.
+ModuleOrTensor = TypeVar("ModuleOrTensor", bound=nn.Module | Tensor)
 
 
 def to(
@@ -47,14 +49,20 @@ def to(
         raise ValueError("config is the former name of options: give one of them.")
     if runtime_class is None:
         runtime_class = runtime_registry.get_runtime_class_for_device_spec(device)
-    if isinstance(module_or_tensor, nn.Module):
-        return _move_module(module_or_tensor, runtime_class(device, options or config or {}))
-    if isinstance(module_or_tensor, Tensor):
-        return runtime_class(device, options or config or {}).move_tensor(module_or_tensor)
-    raise ValueError(
-        f"to() moves a torch.nn.Module or a torch.Tensor, got {type(module_or_tensor).__name__}. "
-        "For a nested batch, use Device.batch_to_device."
-    )
+    given: object = module_or_tensor
+    if not isinstance(given, (nn.Module, Tensor)):
+        raise ValueError(
+            f"to() moves a torch.nn.Module or a torch.Tensor, got {type(given).__name__}. "
+            "For a nested batch, use Device.batch_to_device."
+        )
+    runtime = runtime_class(device, (config or {}) if options is None else options)
+    moved: Any
+    if isinstance(given, nn.Module):
+        moved = _move_module(given, runtime)
+    else:
+        moved = runtime.move_tensor(given)
+    result: ModuleOrTensor = moved
+    return result
 
 
 def _move_module(module: nn.Module, runtime: BaseRuntime) -> nn.Module:

@@ -70,9 +70,7 @@ def autocast_context(option: AutocastOption, device_type: str) -> AbstractContex
     Raises:
         ValueError: if torch has no autocast for that kind of device.
     """
-    arguments: dict[str, Any] = (
-        {"enabled": option} if isinstance(option, bool) else dict(option)
-    )
+    arguments: dict[str, Any] = {"enabled": option} if isinstance(option, bool) else dict(option)
     kind = arguments.pop("device_type", device_type)
     if not torch.amp.is_autocast_available(kind):
         if not arguments.get("enabled", True):
@@ -132,15 +130,14 @@ def backward(losses: Sequence[Tensor], stops: Sequence[Tensor] = ()) -> None:
     Args:
         losses: may share parts of their graphs.
         stops: values at which to stop. Each gets the gradient in its `.grad`; what they
-            were computed from gets none.
+            were computed from gets none. The graph is kept, so that differentiation can
+            go on from them: `stop.backward(stop.grad)`.
     """
     if not stops:
         torch.autograd.backward(losses)
         return
     inner = [stop for stop in stops if stop.grad_fn is not None]
     leaves = _leaves_in_front(losses, inner)
-    if not leaves and not inner:
-        return
     # A parameter may be used on both sides of a stop, so what would reach it from behind has
     # to be cut: the hook lets nothing pass, and keeps what arrived for the stop itself.
     arrived: dict[int, Tensor] = {}
@@ -157,7 +154,7 @@ def backward(losses: Sequence[Tensor], stops: Sequence[Tensor] = ()) -> None:
     earlier = [stop.grad for stop in inner]
     handles = [stop.register_hook(cut(stop)) for stop in inner]  # type: ignore[no-untyped-call]  # torch leaves it untyped
     try:
-        torch.autograd.backward(losses, inputs=[*leaves, *inner])
+        torch.autograd.backward(losses, inputs=[*leaves, *inner], retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["named_runtime_modules", "runtime_of", "set_runtime"]
 
-# By identity and not in a WeakKeyDictionary: a module may define == and have no hash.
+# By identity and not in a WeakKeyDictionary, which would take equal modules for one.
 _tags: dict[int, tuple[weakref.ref[nn.Module], BaseRuntime]] = {}
 
 
