@@ -107,7 +107,7 @@ class _Preparation:
         # These belong to the thread, and the one that asked is another.
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), self._stream.use():
             if self._device.pins_memory:
-                batch = map_tensors(batch, _pin)
+                batch = map_tensors(batch, _pin, objects=_leave)
             batch = self._device.batch_to_device(batch)
             if self._prefetch_fn is not None:
                 batch = self._prefetch_fn(batch)
@@ -204,6 +204,10 @@ def _pin(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or tensor.is_pinned():
         return tensor
     return tensor.pin_memory()
+
+
+def _leave(thing: Any) -> Any:
+    return thing
 
 
 def _hold(batch: Any, stream: Stream) -> None:
