@@ -142,6 +142,28 @@ def test_a_converted_batch_keeps_every_container_type() -> None:
     assert [type(each) for each in moved] == [tuple, dict, Pair]
 
 
+class Moving:
+    """Moves itself, and in place if it is told so."""
+
+    def __init__(self, in_place: bool) -> None:
+        self.in_place = in_place
+        self.where: object = None
+
+    def to(self, device: object) -> Moving | None:
+        self.where = device
+        return None if self.in_place else self
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_object_that_can_move_itself_is_asked_to(in_place: bool) -> None:
+    thing = Moving(in_place)
+
+    moved = PyTorchRuntime("cpu", {}).convert_batch([thing])
+
+    assert moved == [thing]
+    assert thing.where == torch.device("cpu")
+
+
 # Choosing.
 
 
@@ -155,6 +177,16 @@ def test_a_registered_kind_is_found_by_every_spelling(spec: Any) -> None:
     registry.register("cpu", Registered)
 
     assert registry.get_runtime_class_for_device_spec(spec) is Registered
+
+
+@pytest.mark.skipif(
+    torch.accelerator.current_accelerator() is not None, reason="auto is no CPU here"
+)
+def test_a_kind_is_found_where_the_machine_chooses_the_device() -> None:
+    registry = RuntimeRegistry(PyTorchRuntime)
+    registry.register("cpu", Registered)
+
+    assert registry.get_runtime_class_for_device_spec("auto") is Registered
 
 
 def test_an_unregistered_kind_gets_the_fallback() -> None:

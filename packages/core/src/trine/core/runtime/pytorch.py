@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,12 +44,23 @@ class PyTorchRuntime(BaseRuntime):
     def __init__(self, device_spec: DeviceLike, options: dict[str, Any]) -> None:
         super().__init__(device_spec, options)
         self.device: Device = get_device(device_spec)
+        self._torch_device = self.device.torch_device
         self._autocast_option: steps.AutocastOption = options.get("autocast", False)
         self._grad_scaler = steps.check_grad_scaler(options.get("grad_scaler"))
         self._autocast()  # a wrong option fails here and not in the first step
 
     def _autocast(self) -> AbstractContextManager[object]:
-        return steps.autocast_context(self._autocast_option, self.device.torch_device.type)
+        return steps.autocast_context(self._autocast_option, self._torch_device.type)
+
+    def convert_batch(self, args: Any) -> Any:
+        """The batch with every tensor moved by `move_tensor`, its containers' types kept.
+
+        An object with a method `to` of its own is asked to move itself.
+
+        Args:
+            args: any nesting of containers; what cannot be moved stays as it is.
+        """
+        return map_tensors(args, self.move_tensor, objects=partial(_move, self._torch_device))
 
     def move_module(self, module: nn.Module) -> nn.Module:
         """Move the module's parameters and buffers, in place, and return it."""
@@ -129,12 +141,17 @@ class PyTorchRuntime(BaseRuntime):
             TypeError: if there are `out_keys` and the outputs are no mapping.
             ValueError: if one of `out_keys` is not among the outputs.
         """
-        target = device.torch_device if isinstance(device, Device) else device
+        move = partial(_move, device.torch_device if isinstance(device, Device) else device)
         for batch in iterable:
             outputs = func(self.convert_batch(batch))
             if out_keys is not None:
                 outputs = _only(out_keys, outputs)
-            yield map_tensors(outputs, lambda tensor: tensor.to(target))
+            yield map_tensors(outputs, move, objects=move)
+
+
+def _move(target: Any, thing: Any) -> Any:
+    moved = thing.to(target)
+    return thing if moved is None else moved  # None: it moved in place
 
 
 def _only(keys: set[str], outputs: Any) -> dict[str, Any]:

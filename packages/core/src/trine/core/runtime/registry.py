@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trine.core.devices import Device
+from trine.core.devices import Device, get_device
 from trine.core.runtime.base import BaseRuntime, DeviceLike
 from trine.core.runtime.pytorch import PyTorchRuntime
 
@@ -59,6 +59,8 @@ class RuntimeRegistry:
             kind = device.type
         elif isinstance(device, str):
             kind = device.partition(":")[0]
+            if kind in ("auto", "gpu"):
+                kind = get_device(device).torch_device.type
         else:
             raise TypeError(
                 f"A device is named by a string, a torch.device or a Device, "
