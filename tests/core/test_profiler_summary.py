@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from trine.core.profiler import DictSummary, TimeSummary, time_summary
+from trine.core.profiler.inbox import Inbox
 
 FORK = multiprocessing.get_context("fork")
 
@@ -258,6 +259,29 @@ def test_a_forgotten_summary_leaves_no_thread_and_no_descriptor() -> None:
     assert during == open_before + 4
     assert set(threading.enumerate()) == threads
     assert descriptors() == open_before
+
+
+def test_closing_in_a_forked_process_leaves_the_owner_listening() -> None:
+    received: list[str] = []
+    inbox = Inbox(lambda name, value: received.append(name))
+
+    assert in_a_fork(inbox.close) == 0
+    assert in_a_fork(lambda: inbox.send("one", 1.0)) == 0
+    inbox.close()
+
+    assert received == ["one"]
+
+
+def test_a_summary_collected_on_its_own_thread_ends_that_thread() -> None:
+    def close(name: str, value: float) -> None:
+        inbox.close()
+
+    inbox = Inbox(close)
+
+    inbox.send("one", 1.0)
+    inbox._thread.join(60)
+
+    assert not inbox._thread.is_alive()
 
 
 def test_a_program_that_ends_with_a_summary_listening_ends() -> None:

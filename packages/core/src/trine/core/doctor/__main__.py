@@ -11,5 +11,6 @@ def _leave(signum: int, frame: object) -> None:
     sys.exit(128 + signum)
 
 
+signal.signal(signal.SIGINT, _leave)
 signal.signal(signal.SIGTERM, _leave)
 sys.exit(main())

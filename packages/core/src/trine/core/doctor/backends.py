@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -127,13 +128,16 @@ def check_mpi(limit_s: float) -> Iterator[Check]:
 def _under_mpiexec(
     launcher: str, described: str, facts: dict[str, object], limit_s: float
 ) -> Check:
-    # More ranks than cores are fine for this, and Open MPI wants to be told.
-    environ = os.environ | {
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
     command = [launcher, "-n", "2", *probe("mpi_rank", limit_s=limit_s)]
-    (ended,) = run_together([command], limit_s + 1, environ)
+    # A launcher that is killed leaves its files where TMPDIR says.
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        environ = os.environ | {
+            "TMPDIR": folder,
+            # More ranks than cores are fine for this, and Open MPI wants to be told.
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        }
+        (ended,) = run_together([command], limit_s + 1, environ)
     details = facts | {"launcher": launcher, "errors": ended.errors}
     said = [each for each in ended.facts if "ranks" in each]
     if ended.succeeded and [(each["ranks"], each["total"]) for each in said] == [(2, 3)]:

@@ -89,7 +89,8 @@ def _quota_v1(folder: Path) -> list[float]:
     with suppress(OSError, ValueError):
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())
-        return [quota / period] if quota > 0 else []
+        if quota > 0:
+            return [quota / period]
     return []
 
 

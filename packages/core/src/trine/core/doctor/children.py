@@ -102,7 +102,11 @@ def run_together(
         OSError: if one cannot be started.
     """
     with ExitStack() as stack:
-        running = [stack.enter_context(_Child(command, environ)) for command in commands]
+        running = []
+        for command in commands:
+            output = stack.enter_context(tempfile.TemporaryFile())
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            running.append(stack.enter_context(_Child(command, environ, output, errors)))
         deadline = time.monotonic() + limit_s
         failed = False
         while any(child.is_running() for child in running) and time.monotonic() < deadline:
@@ -117,16 +121,21 @@ def run_together(
 class _Child:
     """One program, in a session of its own so that all it starts can be killed with it."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str] | None) -> None:
-        # Closed in __exit__, with the process.
-        files = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115
-        self._files: tuple[IO[bytes], IO[bytes]] = files
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str] | None,
+        output: IO[bytes],
+        errors: IO[bytes],
+    ) -> None:
+        self._output = output
+        self._errors = errors
         # Nothing is ever written to stdin; its end tells a probe that we are gone.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=self._files[0],
-            stderr=self._files[1],
+            stdout=output,
+            stderr=errors,
             env=environ,
             start_new_session=True,
         )
@@ -138,8 +147,6 @@ class _Child:
         self._kill()
         assert self._process.stdin is not None
         self._process.stdin.close()
-        for file in self._files:
-            file.close()
 
     def is_running(self) -> bool:
         return self._process.poll() is None
@@ -150,8 +157,8 @@ class _Child:
     def end(self, if_running: Literal["timed out", "stopped"]) -> Ended:
         how = if_running if self.is_running() else "exited"
         self._kill()
-        output, errors = (self._read(file) for file in self._files)
-        return Ended(how, self._process.returncode, output, errors)
+        status = self._process.returncode
+        return Ended(how, status, _read(self._output), _read(self._errors))
 
     def _kill(self) -> None:
         if self.is_running():
@@ -159,7 +166,7 @@ class _Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    @staticmethod
-    def _read(file: IO[bytes]) -> str:
-        file.seek(0)
-        return file.read().decode(errors="replace")
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

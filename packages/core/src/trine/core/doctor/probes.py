@@ -61,7 +61,7 @@ def accelerators() -> None:
             try:
                 module.init()
             except Exception as error:
-                reason = str(error).splitlines()[0]
+                reason = first_line(error)
         say(kind=kind, unavailable=reason)
         return
     for index in range(torch.accelerator.device_count()):
@@ -76,7 +76,7 @@ def accelerators() -> None:
             if (ones @ ones).sum().item() != 64**3:
                 facts["error"] = "a product of matrices came out wrong"
         except Exception as error:
-            facts["error"] = str(error).splitlines()[0]
+            facts["error"] = first_line(error)
         say(**facts)
 
 
@@ -103,6 +103,11 @@ def say(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
+def first_line(error: Exception) -> str:
+    """What the exception says, without the frames of C++ that torch puts below."""
+    return str(error).partition("\n")[0]
+
+
 def end_with_the_doctor() -> None:
     """Wait for the end of stdin, which is the doctor's end, and end."""
     # Not through sys.stdin, whose lock would be held at our own end.
@@ -127,11 +132,9 @@ def main(what: str, limit: str, *args: str) -> None:
     try:
         PROBES[what](*args)
     except Exception as error:
-        # The lines after the first are frames of C++.
-        say(error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        say(error=f"{type(error).__name__}: {first_line(error)}")
         # Without the clean-up of an interpreter, which could wait for the other ranks.
         os._exit(1)
-    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -154,9 +154,10 @@ def satisfies(have: str, wanted: str) -> bool:
         if match is None:
             continue
         operator, other = match.groups()
+        equal = release == other
         met = {
-            "==": release == other,
-            "!=": release != other,
+            "==": equal,
+            "!=": not equal,  # TorchVersion compares texts with !=
             "<=": release <= other,
             ">=": release >= other,
             "<": release < other,
