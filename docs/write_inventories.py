@@ -54,10 +54,12 @@ TORCH = {
     "torch.dtype": ("py:class", "tensor_attributes.html#$"),
     "torch.distributed.device_mesh.DeviceMesh": ("py:class", "distributed.html#$"),
     "torch.nn.Module": ("py:class", "generated/torch.nn.Module.html#$"),
+    "torch.nn.modules.module.Module": ("py:class", "generated/torch.nn.Module.html#torch.nn.Module"),
     "torch.nn.parameter.Parameter": (
         "py:class",
         "generated/torch.nn.parameter.Parameter.html#$",
     ),
+    "torch.optim.optimizer.Optimizer": ("py:class", "optim.html#torch.optim.Optimizer"),
     "torch.profiler.profile": ("py:class", "profiler.html#$"),
 }
 

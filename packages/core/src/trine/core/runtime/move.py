@@ -14,17 +14,17 @@ __all__ = ["to"]
 
 # A runtime may answer with a module of another class. Few do, and a model that loses its class
 # in the eyes of a type checker would be a daily nuisance.
-ModuleOrTensor = TypeVar("ModuleOrTensor", bound=nn.Module | Tensor)
+T = TypeVar("T", bound=nn.Module | Tensor)
 
 
 def to(
-    module_or_tensor: ModuleOrTensor,
+    module_or_tensor: T,
     device: DeviceLike,
     *,
     options: dict[str, Any] | None = None,
     runtime_class: type[BaseRuntime] | None = None,
     config: dict[str, Any] | None = None,
-) -> ModuleOrTensor:
+) -> T:
     """Move a module or a tensor to a device, through the runtime that serves it.
 
     A module and its submodules remember their runtime, for code blocks and handlers to
@@ -61,7 +61,7 @@ def to(
         moved = _move_module(given, runtime)
     else:
         moved = runtime.move_tensor(given)
-    result: ModuleOrTensor = moved
+    result: T = moved
     return result
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-if TYPE_CHECKING:
-    from trine.core.runtime.base import BaseRuntime
+from trine.core.runtime.base import BaseRuntime
 
 __all__ = ["named_runtime_modules", "runtime_of", "set_runtime"]
 

@@ -46,6 +46,7 @@ class Trainer:
         ValueError: if nothing would ever stop the run.
 
     Example:
+        >>> import torch
         >>> from torch import nn, optim
         >>> import trine.core
         >>> from trine.core.handler import Handler, Logic
