@@ -117,6 +117,21 @@ def test_json_is_one_object_and_nothing_else(
     }
 
 
+def test_the_limit_reaches_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def checks(limit_s: float) -> Iterator[Check]:
+        limits.append(limit_s)
+        yield OK
+
+    monkeypatch.setattr(examination, "_checks", checks)
+
+    doctor.main(["--limit", "2.5"])
+    doctor.main([])
+
+    assert limits == [2.5, 60.0]
+
+
 @pytest.mark.parametrize("limit", ["0", "-1", "nan", "soon"])
 def test_a_limit_that_is_no_time_is_refused_with_status_2(
     limit: str, capsys: pytest.CaptureFixture[str]
