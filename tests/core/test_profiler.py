@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trine.core import Device, profiler, tracing
+from trine.core import Device, profiler, trace, tracing
 from trine.core.profiler import (
     TimeSummary,
     get_time_summary,
@@ -223,6 +223,19 @@ def test_the_runtime_of_the_device_is_told_of_the_block_and_even_if_the_report_f
 
     assert told == [("load 1", "load"), "begin", None, ("fails", None), "begin", RuntimeError]
     assert counted() == ["load"]
+
+
+def test_trace_reports_a_span_with_its_argument_and_counts_nothing(sink: ListSink) -> None:
+    with trace("load", arg=3, device="cuda:1"):  # the kind chooses the class; no GPU is needed
+        pass
+    with trace("load"):
+        pass
+
+    assert [(event.name, event.args) for event in sink.events] == [
+        ("load", {"arg": 3}),
+        ("load", None),
+    ]
+    assert counted() == []
 
 
 def test_device_time_without_a_device_is_refused_by_name() -> None:

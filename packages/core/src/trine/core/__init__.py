@@ -17,6 +17,7 @@ from trine.core.devices import (
 )
 from trine.core.errors import TrineError
 from trine.core.precision import Precision
+from trine.core.profiler.regions import trace
 from trine.core.runtime.mapping import map
 from trine.core.runtime.move import to
 from trine.core.serialization import Serializable
@@ -45,6 +46,7 @@ __all__ = [
     "register_device",
     "runtime",
     "to",
+    "trace",
     "tracing",
     "training",
 ]

@@ -1,8 +1,8 @@
 """record, record_function, record_iterable: time a block, a function, the passes of a loop.
 
-Each is reported twice: to the thread's `TimeSummary`, and as a span to the runtime of its
-device, which hands it to `trine.core.tracing`. With nobody listening there, a span costs
-next to nothing and no device is ever synchronized for it.
+Each is reported twice: to the thread's `TimeSummary`, and to the runtime of its device, as
+`trace` does alone, which makes it a span of `trine.core.tracing`. With nobody listening
+there, a span costs next to nothing, and no device is ever synchronized for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, ParamSpec, Self, TypeVar, cast
 from trine.core.profiler.time_summary import Report, get_time_summary
 from trine.core.runtime import DeviceLike, runtime_registry
 
-__all__ = ["record", "record_function", "record_iterable"]
+__all__ = ["record", "record_function", "record_iterable", "trace"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,6 +80,27 @@ class _Region:
             self._report.__exit__(exc_type, exc, traceback)
         finally:
             self._span.__exit__(exc_type, exc, traceback)
+
+
+def trace(
+    event_name: str | None, arg: object = None, device: DeviceLike = "cpu"
+) -> AbstractContextManager[object]:
+    """Report a `with` block to the runtime of a device, and count nothing.
+
+    The runtime's class may reach the device's own tools; by default the block is a span of
+    `trine.core.tracing`, at its cost.
+
+    Args:
+        event_name: what happens in the block; None leaves the name to the runtime.
+        arg: handed on; reaches sinks as `args["arg"]`, unless it is None.
+        device: whose runtime class is asked, through `BaseRuntime.trace`.
+
+    Example:
+        >>> from trine.core import trace
+        >>> with trace("tokenize", arg={"lines": 3}):
+        ...     pass
+    """
+    return runtime_registry.get_runtime_class_for_device_spec(device).trace(event_name, arg)
 
 
 def record(
@@ -213,10 +234,9 @@ def record_iterable(
 def _region(
     tag: str, metric: str | None, use_cuda: bool, enable: bool, device: DeviceLike
 ) -> _Region:
-    runtime = runtime_registry.get_runtime_class_for_device_spec(device)
     counted_as = tag if metric is None else metric
     report = get_time_summary().report(counted_as, use_cuda) if enable else _NOT_RECORDED
-    return _Region(runtime.trace(tag, None if counted_as == tag else counted_as), report)
+    return _Region(trace(tag, None if counted_as == tag else counted_as, device), report)
 
 
 def _place() -> str:
