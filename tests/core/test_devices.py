@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from time import perf_counter_ns
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trine.core import CPUDevice, CUDADevice, Device, get_device, register_device
-from trine.core.devices import cuda, registry
+from trine.core import (
+    CPUDevice,
+    CUDADevice,
+    Device,
+    DeviceCPU,
+    DeviceGPU,
+    DeviceMPS,
+    MPSDevice,
+    TrineError,
+    get_device,
+    register_device,
+)
+from trine.core.devices import cuda, list_devices, registry
 from trine.core.devices.accelerator import AcceleratorEvent
 from trine.core.devices.streams import HostEvent, HostStream
 
@@ -139,7 +152,116 @@ def test_a_kind_that_is_taken_is_refused() -> None:
     assert type(get_device("cpu")) is CPUDevice
 
 
+# Kinds that other packages bring.
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """The entry points of the group `trine.devices`, to be filled in."""
+    points: list[EntryPoint] = []
+
+    def find(group: str, name: str | None = None) -> list[EntryPoint]:
+        assert group == "trine.devices"
+        return [point for point in points if name in (None, point.name)]
+
+    monkeypatch.setattr(registry, "entry_points", find)
+    return points
+
+
+def a_plugin(kind: str, value: str) -> EntryPoint:
+    point = EntryPoint(kind, value, "trine.devices")
+    vars(point).update(dist=SimpleNamespace(name=f"package-of-{value.partition(':')[2]}"))
+    return point
+
+
+class WarpDevice(TinyDevice):
+    """What another package brings."""
+
+    kind = "warp"
+
+    def __init__(self, index: int | None = None) -> None:
+        if index not in (None, 0):
+            raise ValueError(f"There is no warp:{index}.")
+        super().__init__(index)
+        self.torch_device = torch.device("xla", 0)
+
+
+class NoDevice(CPUDevice):
+    def __init__(self, index: int | None = None) -> None:
+        raise RuntimeError("the driver is not installed")
+
+
+HERE = WarpDevice.__module__
+
+
+def test_a_kind_that_a_package_brings_is_found_and_listed(plugins: list[EntryPoint]) -> None:
+    plugins.append(a_plugin("warp", f"{HERE}:WarpDevice"))
+
+    device = get_device("warp:0")
+
+    assert isinstance(device, TinyDevice)
+    assert (device.kind, device.index) == ("warp", 0)
+    assert [str(one.torch_device) for one in list_devices()][-1] == "xla:0"
+
+
+def test_a_device_its_package_does_not_find_is_refused_with_what_there_is(
+    plugins: list[EntryPoint],
+) -> None:
+    plugins.append(a_plugin("warp", f"{HERE}:WarpDevice"))
+
+    with pytest.raises(ValueError, match=r"There is no warp:7\. This machine has: cpu.*xla:0\."):
+        get_device("warp:7")
+
+
+def test_a_package_that_cannot_be_loaded_is_named_only_when_its_kind_is_asked_for(
+    plugins: list[EntryPoint],
+) -> None:
+    plugins.append(a_plugin("warp", "no_such_module_anywhere:Device"))
+
+    with pytest.raises(TrineError, match=r"'warp' are brought by package-of-Device.*No module"):
+        get_device("warp")
+    assert CPUDevice() in list_devices()
+    with pytest.raises(ValueError, match=r"Known kinds: cpu, cuda, mps, warp, xpu\."):
+        get_device("woof")
+
+
+def test_a_package_whose_name_is_not_known_is_not_named(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("warp", "no_such_module_anywhere:Device", "trine.devices"))
+
+    with pytest.raises(TrineError, match="brought by an unknown package, which cannot"):
+        get_device("warp")
+
+
+def test_a_kind_whose_device_is_not_there_is_left_out_of_the_list(
+    plugins: list[EntryPoint],
+) -> None:
+    before = list_devices()
+    plugins.append(a_plugin("warp", f"{HERE}:NoDevice"))
+
+    assert list_devices() == before
+
+
+def test_a_kind_that_two_packages_bring_is_refused(plugins: list[EntryPoint]) -> None:
+    plugins += [a_plugin("warp", f"{HERE}:{name}") for name in ("WarpDevice", "TinyDevice")]
+
+    with pytest.raises(TrineError, match="by package-of-WarpDevice and package-of-TinyD"):
+        get_device("warp")
+
+
+@pytest.mark.usefixtures("_clean_registry")
+def test_what_is_registered_wins_over_what_a_package_brings(plugins: list[EntryPoint]) -> None:
+    plugins += [a_plugin("cpu", f"{HERE}:NoDevice"), a_plugin("warp", f"{HERE}:NoDevice")]
+    register_device("warp", WarpDevice)
+
+    assert get_device("cpu") == CPUDevice()
+    assert type(get_device("warp")) is WarpDevice
+
+
 # What every device is.
+
+
+def test_composers_names_are_the_same_classes() -> None:
+    assert (DeviceCPU, DeviceGPU, DeviceMPS) == (CPUDevice, CUDADevice, MPSDevice)
 
 
 def test_devices_compare_and_hash_by_what_they_stand_for() -> None:

@@ -56,7 +56,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
-        return loss.item()
+        return float(loss.item())
 
     for _ in range(steps):
         optimizer.step(closure)

@@ -12,11 +12,19 @@ from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 
-__all__ = ["Precision", "PrecisionContext", "fp8_library"]
+__all__ = ["FSDPPolicyArgs", "Precision", "PrecisionContext", "fp8_library"]
+
+
+class FSDPPolicyArgs(TypedDict):
+    """The arguments of a `MixedPrecisionPolicy`, of ours or of torch's."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
 
 
 class Precision(StrEnum):
@@ -76,7 +84,7 @@ class Precision(StrEnum):
         """The dtype in which gradients are summed over ranks."""
         return torch.float32 if self.is_amp else _COMPUTE[self]
 
-    def fsdp_policy_args(self) -> dict[str, torch.dtype | None]:
+    def fsdp_policy_args(self) -> FSDPPolicyArgs:
         """The arguments of the `MixedPrecisionPolicy` that goes with this precision.
 
         `MixedPrecisionPolicy(**precision.fsdp_policy_args())` suits trine.distributed and

@@ -20,3 +20,4 @@ class Serializable(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Continue from a state that `state_dict` returned."""
+        return

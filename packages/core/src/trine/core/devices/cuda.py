@@ -63,6 +63,7 @@ class CUDADevice(AcceleratorDevice):
     def _make_current(self) -> None:
         torch.cuda.set_device(self.torch_device)
         if self.allow_tf32 is not None:
+            # By torch's older names: whoever set the newer ones could no longer read these.
             torch.backends.cuda.matmul.allow_tf32 = self.allow_tf32
             torch.backends.cudnn.allow_tf32 = self.allow_tf32
 
