@@ -43,7 +43,10 @@ class DictSummary:
     def add(self, values: Mapping[str, float]) -> None:
         """Count one further value for each name in `values`."""
         for name, value in values.items():
-            self._moments.setdefault(name, _Moments()).add(float(value))
+            moments = self._moments.get(name)
+            if moments is None:
+                moments = self._moments[name] = _Moments()
+            moments.add(float(value))
 
     def compute_mean(self) -> dict[str, float]:
         """The mean of each name's values."""
