@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -27,9 +28,6 @@ from trine.core.precision import Precision, PrecisionContext, fp8_library
 from trine.core.serialization import Serializable
 from trine.core.state import State
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 __all__ = ["Device"]
 
 M = TypeVar("M", bound=nn.Module)
@@ -39,7 +37,7 @@ P = TypeVar("P", bound=Optimizer)
 class Device(Serializable, ABC):
     """One device. Compare with `==`; use as a dictionary key; print for a user.
 
-    A further kind of device writes the five abstract methods, and overrides what its
+    A further kind of device writes the four abstract methods, and overrides what its
     hardware does another way.
 
     Args:
@@ -64,7 +62,7 @@ class Device(Serializable, ABC):
 
     @property
     def dist_backend(self) -> str:
-        """The process group backend for this device: `gloo`, `mpi`, `nccl` or the maker's own.
+        """The process group backend for this device, one of `gloo`, `mpi`, `nccl` or the maker's.
 
         The constructor's argument wins over the environment variable `TRINE_DIST_BACKEND`,
         and that over `default_dist_backend()`.
@@ -173,7 +171,7 @@ class Device(Serializable, ABC):
         self,
         precision: Precision | str,
         *,
-        process_group: ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         init_scale: float = 2.0**16,
     ) -> GradScaler | None:
         """The gradient scaler that `precision` needs, or None where it needs none.

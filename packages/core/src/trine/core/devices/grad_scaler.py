@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["GradScaler"]
 
@@ -37,7 +33,7 @@ class GradScaler(torch.amp.GradScaler):
         device_type: str,
         *,
         init_scale: float = 2.0**16,
-        process_group: ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         half_gradients: bool = False,
     ) -> None:
         super().__init__(device_type, init_scale=init_scale)
