@@ -21,9 +21,10 @@ class CPUDevice(Device):
 
     kind = "cpu"
     is_async = False
+    torch_device = torch.device("cpu")  # the only one there is
 
     def __init__(self, *, dist_backend: str | None = None) -> None:
-        super().__init__(torch.device("cpu"), dist_backend=dist_backend)
+        super().__init__(self.torch_device, dist_backend=dist_backend)
 
     def default_dist_backend(self) -> str:
         """`mpi` where mpiexec launched us and MPI can be reached, otherwise `gloo`."""

@@ -48,11 +48,16 @@ class Device(Serializable, ABC):
     kind: str
     """The name of the kind, as in `torch.device(...).type`."""
 
+    torch_device: torch.device
+    """The device itself, as torch knows it."""
+
     is_async: bool = True
     """Whether work may still run when the call that started it returns."""
 
     pins_memory: bool = False
     """Whether copies from page-locked host memory need not be waited for."""
+
+    _dist_backend: str | None = None
 
     def __init__(self, torch_device: torch.device, *, dist_backend: str | None = None) -> None:
         self.torch_device = torch_device
