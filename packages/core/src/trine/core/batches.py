@@ -76,6 +76,10 @@ def map_tensors(
                     around = [frame[0] for frame in outer[1:]]
                     raise ValueError(_contains_itself([*around, container], value))
                 new.append(seen[1])
+            elif kind is _TENSOR:
+                result = function(value)
+                memo[id(value)] = (value, result)
+                new.append(result)
             elif isinstance(kind, _Container):
                 memo[id(value)] = _OPEN
                 outer.append((container, inside, old, new, pending))
@@ -84,11 +88,8 @@ def map_tensors(
                 pending = iter(old)
                 break
             else:
-                if kind is _TENSOR:
-                    result = function(value)
-                else:
-                    assert objects is not None
-                    result = objects(value)
+                assert objects is not None
+                result = objects(value)
                 memo[id(value)] = (value, result)
                 new.append(result)
         else:
