@@ -52,12 +52,20 @@ TORCH = {
     "torch.Tensor": ("py:class", "tensors.html#$"),
     "torch.device": ("py:class", "tensor_attributes.html#$"),
     "torch.dtype": ("py:class", "tensor_attributes.html#$"),
+    "torch.amp.grad_scaler.GradScaler": ("py:class", "amp.html#torch.amp.GradScaler"),
     "torch.distributed.device_mesh.DeviceMesh": ("py:class", "distributed.html#$"),
+    "torch.distributed.distributed_c10d.ProcessGroup": ("py:class", "distributed.html#groups"),
     "torch.nn.Module": ("py:class", "generated/torch.nn.Module.html#$"),
+    "torch.nn.modules.module.Module": (
+        "py:class",
+        "generated/torch.nn.Module.html#torch.nn.Module",
+    ),
     "torch.nn.parameter.Parameter": (
         "py:class",
         "generated/torch.nn.parameter.Parameter.html#$",
     ),
+    "torch.optim.optimizer.Optimizer": ("py:class", "optim.html#torch.optim.Optimizer"),
+    "torch.utils.data.dataloader.DataLoader": ("py:class", "data.html#torch.utils.data.DataLoader"),
     "torch.profiler.profile": ("py:class", "profiler.html#$"),
 }
 

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from time import perf_counter_ns
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from trine.core import CPUDevice, CUDADevice, Device, get_device, register_device
-from trine.core.devices import cuda, registry
+from trine.core import (
+    CPUDevice,
+    CUDADevice,
+    Device,
+    DeviceCPU,
+    DeviceGPU,
+    DeviceMPS,
+    MPSDevice,
+    TrineError,
+    get_device,
+    register_device,
+)
+from trine.core.devices import cuda, list_devices, registry
+from trine.core.devices.accelerator import AcceleratorEvent
 from trine.core.devices.streams import HostEvent, HostStream
 
 needs_no_gpu = pytest.mark.skipif(
@@ -94,7 +108,7 @@ def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
     with pytest.raises(ValueError, match="Unknown device 'tpu:1'") as caught:
         get_device("tpu:1")
 
-    assert "Known kinds: cpu, cuda, tiny." in str(caught.value)
+    assert "Known kinds: cpu, cuda, mps, tiny, xpu." in str(caught.value)
 
 
 @pytest.mark.parametrize("spec", ["cuda:", "cuda:x", "cuda:-1", "cpu:1.0", "cuda:0:1"])
@@ -138,7 +152,116 @@ def test_a_kind_that_is_taken_is_refused() -> None:
     assert type(get_device("cpu")) is CPUDevice
 
 
+# Kinds that other packages bring.
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """The entry points of the group `trine.devices`, to be filled in."""
+    points: list[EntryPoint] = []
+
+    def find(group: str, name: str | None = None) -> list[EntryPoint]:
+        assert group == "trine.devices"
+        return [point for point in points if name in (None, point.name)]
+
+    monkeypatch.setattr(registry, "entry_points", find)
+    return points
+
+
+def a_plugin(kind: str, value: str) -> EntryPoint:
+    point = EntryPoint(kind, value, "trine.devices")
+    vars(point).update(dist=SimpleNamespace(name=f"package-of-{value.partition(':')[2]}"))
+    return point
+
+
+class WarpDevice(TinyDevice):
+    """What another package brings."""
+
+    kind = "warp"
+
+    def __init__(self, index: int | None = None) -> None:
+        if index not in (None, 0):
+            raise ValueError(f"There is no warp:{index}.")
+        super().__init__(index)
+        self.torch_device = torch.device("xla", 0)
+
+
+class NoDevice(CPUDevice):
+    def __init__(self, index: int | None = None) -> None:
+        raise RuntimeError("the driver is not installed")
+
+
+HERE = WarpDevice.__module__
+
+
+def test_a_kind_that_a_package_brings_is_found_and_listed(plugins: list[EntryPoint]) -> None:
+    plugins.append(a_plugin("warp", f"{HERE}:WarpDevice"))
+
+    device = get_device("warp:0")
+
+    assert isinstance(device, TinyDevice)
+    assert (device.kind, device.index) == ("warp", 0)
+    assert [str(one.torch_device) for one in list_devices()][-1] == "xla:0"
+
+
+def test_a_device_its_package_does_not_find_is_refused_with_what_there_is(
+    plugins: list[EntryPoint],
+) -> None:
+    plugins.append(a_plugin("warp", f"{HERE}:WarpDevice"))
+
+    with pytest.raises(ValueError, match=r"There is no warp:7\. This machine has: cpu.*xla:0\."):
+        get_device("warp:7")
+
+
+def test_a_package_that_cannot_be_loaded_is_named_only_when_its_kind_is_asked_for(
+    plugins: list[EntryPoint],
+) -> None:
+    plugins.append(a_plugin("warp", "no_such_module_anywhere:Device"))
+
+    with pytest.raises(TrineError, match=r"'warp' are brought by package-of-Device.*No module"):
+        get_device("warp")
+    assert CPUDevice() in list_devices()
+    with pytest.raises(ValueError, match=r"Known kinds: cpu, cuda, mps, warp, xpu\."):
+        get_device("woof")
+
+
+def test_a_package_whose_name_is_not_known_is_not_named(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("warp", "no_such_module_anywhere:Device", "trine.devices"))
+
+    with pytest.raises(TrineError, match="brought by an unknown package, which cannot"):
+        get_device("warp")
+
+
+def test_a_kind_whose_device_is_not_there_is_left_out_of_the_list(
+    plugins: list[EntryPoint],
+) -> None:
+    before = list_devices()
+    plugins.append(a_plugin("warp", f"{HERE}:NoDevice"))
+
+    assert list_devices() == before
+
+
+def test_a_kind_that_two_packages_bring_is_refused(plugins: list[EntryPoint]) -> None:
+    plugins += [a_plugin("warp", f"{HERE}:{name}") for name in ("WarpDevice", "TinyDevice")]
+
+    with pytest.raises(TrineError, match="by package-of-WarpDevice and package-of-TinyD"):
+        get_device("warp")
+
+
+@pytest.mark.usefixtures("_clean_registry")
+def test_what_is_registered_wins_over_what_a_package_brings(plugins: list[EntryPoint]) -> None:
+    plugins += [a_plugin("cpu", f"{HERE}:NoDevice"), a_plugin("warp", f"{HERE}:NoDevice")]
+    register_device("warp", WarpDevice)
+
+    assert get_device("cpu") == CPUDevice()
+    assert type(get_device("warp")) is WarpDevice
+
+
 # What every device is.
+
+
+def test_composers_names_are_the_same_classes() -> None:
+    assert (DeviceCPU, DeviceGPU, DeviceMPS) == (CPUDevice, CUDADevice, MPSDevice)
 
 
 def test_devices_compare_and_hash_by_what_they_stand_for() -> None:
@@ -265,12 +388,12 @@ class FakeRaw:
 
 def a_stream() -> tuple[cuda.CUDAStream, FakeRaw]:
     raw = FakeRaw()
-    return cuda.CUDAStream(raw), raw  # type: ignore[arg-type]  # a double
+    return cuda.CUDAStream(raw), raw
 
 
-def an_event() -> tuple[cuda.CUDAEvent, FakeRaw]:
+def an_event() -> tuple[AcceleratorEvent, FakeRaw]:
     raw = FakeRaw()
-    return cuda.CUDAEvent(raw), raw  # type: ignore[arg-type]  # a double
+    return AcceleratorEvent(raw), raw
 
 
 def test_a_cuda_event_marks_and_orders_the_raw_stream_it_is_given() -> None:
@@ -306,13 +429,13 @@ def test_a_cuda_stream_waits_for_the_raw_stream_and_event_it_is_given() -> None:
 
     assert raw.calls == [("wait_stream", raw_other), ("synchronize",)]
     assert raw_event.calls == [("wait", raw)]
-    assert isinstance(stream.record_event(), cuda.CUDAEvent)
+    assert isinstance(stream.record_event(), AcceleratorEvent)
 
 
 def test_streams_of_different_kinds_do_not_mix() -> None:
     (stream, _), (event, _) = a_stream(), an_event()
 
-    with pytest.raises(TypeError, match="Expected a stream of a CUDADevice, got HostStream"):
+    with pytest.raises(TypeError, match="Expected a stream of an accelerator, got HostStream"):
         stream.wait_stream(HostStream())
     with pytest.raises(TypeError, match="got HostStream"):
         event.record(HostStream())
@@ -330,14 +453,15 @@ def test_a_host_event_may_be_waited_for_on_a_cuda_stream() -> None:
 def _two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch say that there are two CUDA devices, the second one current."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
 @pytest.mark.usefixtures("_two_gpus")
 def test_auto_and_gpu_take_the_current_cuda_device() -> None:
     assert get_device("auto") == get_device("gpu") == get_device("cuda") == CUDADevice(1)
     assert CUDADevice(0) != CUDADevice(1)
-    assert CUDADevice(1).dist_backend == "nccl"
 
 
 @pytest.mark.usefixtures("_two_gpus")

@@ -52,3 +52,43 @@ def test_each_precision_computes_and_reduces_in_its_dtypes(
 
     assert precision.compute_dtype is compute
     assert precision.reduce_dtype is reduce
+
+
+@pytest.mark.parametrize("name", ["amp", "AMP", " amp "])
+def test_amp_alone_means_what_it_meant_when_there_was_one(name: str) -> None:
+    assert Precision(name) is Precision.AMP_FP16
+    assert Precision.__members__["AMP"] is Precision.AMP_FP16
+
+
+def test_the_old_name_is_not_a_further_member() -> None:
+    assert len(list(Precision)) == 6
+
+
+@pytest.mark.parametrize("member", list(Precision))
+def test_amp_keeps_parameters_in_fp32_and_the_plain_ones_in_their_own(member: Precision) -> None:
+    plain = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+    assert member.param_dtype is plain.get(member.value, torch.float32)
+    assert member.is_amp == (member.value not in plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "param", "reduce"),
+    [
+        ("fp32", None, None),
+        ("amp_fp16", torch.float16, torch.float32),
+        ("amp_bf16", torch.bfloat16, torch.float32),
+        ("fp16", torch.float16, torch.float16),
+        ("bf16", torch.bfloat16, torch.bfloat16),
+        ("amp_fp8", torch.bfloat16, torch.float32),
+    ],
+)
+def test_the_policy_of_a_precision_suits_torchs_own_fsdp(
+    name: str, param: torch.dtype | None, reduce: torch.dtype | None
+) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(**Precision(name).fsdp_policy_args())
+
+    assert (policy.param_dtype, policy.reduce_dtype) == (param, reduce)
+    assert policy.output_dtype is None

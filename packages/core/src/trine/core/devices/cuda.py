@@ -3,114 +3,83 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Self
 
 import torch
 
-from trine.core.devices.device import Device
+from trine.core.devices.accelerator import AcceleratorDevice, AcceleratorEvent, AcceleratorStream
 from trine.core.devices.streams import Event, Stream
+from trine.core.precision import fp8_library
 
-__all__ = ["CUDADevice", "CUDAEvent", "CUDAStream"]
-
-
-class CUDAEvent:
-    """A `torch.cuda.Event` behind the `Event` protocol."""
-
-    __slots__ = ("raw",)
-
-    def __init__(self, raw: torch.cuda.Event) -> None:
-        self.raw = raw
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Mark the work queued so far on `stream`, or on the current stream."""
-        self.raw.record(_raw(stream))
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Make later work on `stream`, or on the current stream, wait for the mark."""
-        self.raw.wait(_raw(stream))
-
-    def synchronize(self) -> None:
-        """Block the calling thread until the marked work is done."""
-        self.raw.synchronize()
-
-    def query(self) -> bool:
-        """Whether the marked work is done."""
-        return bool(self.raw.query())  # type: ignore[no-untyped-call]  # torch has no types here
-
-    def elapsed_ms(self, end: Self) -> float:
-        """Milliseconds of device time from this mark to `end`."""
-        return float(self.raw.elapsed_time(end.raw))
+__all__ = ["CUDADevice", "CUDAStream"]
 
 
-class CUDAStream:
+class CUDAStream(AcceleratorStream):
     """A `torch.cuda.Stream` behind the `Stream` protocol."""
 
-    __slots__ = ("raw",)
-
-    def __init__(self, raw: torch.cuda.Stream) -> None:
-        self.raw = raw
-
-    def wait_stream(self, other: Stream) -> None:
-        """Make later work here wait for what is queued on `other` now."""
-        raw = _raw(other)
-        assert raw is not None
-        self.raw.wait_stream(raw)
-
-    def wait_event(self, event: Event) -> None:
-        """Make later work here wait for `event`."""
-        event.wait(self)
-
-    def record_event(self) -> Event:
-        """Mark the work queued so far."""
-        return CUDAEvent(self.raw.record_event())
-
-    def synchronize(self) -> None:
-        """Block the calling thread until all work here is done."""
-        self.raw.synchronize()
+    __slots__ = ()
 
     def use(self) -> AbstractContextManager[object]:
         """Queue the work of a `with` block here."""
         return torch.cuda.stream(self.raw)
 
 
-def _raw(stream: Stream | None) -> torch.cuda.Stream | None:
-    if stream is None:
-        return None
-    if not isinstance(stream, CUDAStream):
-        raise TypeError(
-            f"Expected a stream of a CUDADevice, got {type(stream).__name__}. "
-            "Streams order work on one kind of device only."
-        )
-    return stream.raw
-
-
-class CUDADevice(Device):
+class CUDADevice(AcceleratorDevice):
     """One CUDA device.
 
     Args:
-        index: its number; None for the process's current device at the time of making.
+        device_id: its number. None: the one that the launcher gave this rank, in
+            `LOCAL_RANK`, if there are so many; otherwise the process's current device.
+        allow_tf32: whether fp32 products may be computed in TF32, from `prepare` on; None
+            leaves torch's settings.
+        dist_backend: the process group backend, where the choice shall not be ours.
+
+    Raises:
+        ValueError: if this machine has no such device.
     """
 
     kind = "cuda"
+    pins_memory = True
 
-    def __init__(self, index: int | None = None) -> None:
-        count = torch.cuda.device_count()
-        if index is None and count > 0:
-            index = torch.cuda.current_device()
-        if index is None or not 0 <= index < count:
-            asked = "A CUDA device" if index is None else f"cuda:{index}"
-            have = f"cuda:0 to cuda:{count - 1}" if count else "no CUDA device"
-            raise ValueError(f"{asked} was asked for, but this machine has {have}.")
-        super().__init__(torch.device("cuda", index))
+    def __init__(
+        self,
+        device_id: int | None = None,
+        *,
+        allow_tf32: bool | None = None,
+        dist_backend: str | None = None,
+    ) -> None:
+        super().__init__(self.kind, device_id, dist_backend=dist_backend)
+        self.allow_tf32 = allow_tf32
 
-    @property
-    def dist_backend(self) -> str:
-        """Always `nccl`."""
-        return "nccl"
+    @staticmethod
+    def count(kind: str = "cuda") -> int:
+        """How many CUDA devices this machine has."""
+        return torch.cuda.device_count()
+
+    def _current_id(self) -> int:
+        # Asking would start the driver, and until somebody has, the first one is current.
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
+        return torch.cuda.current_device() if started else 0
+
+    def _make_current(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+        if self.allow_tf32 is not None:
+            # By torch's older names: whoever set the newer ones could no longer read these.
+            torch.backends.cuda.matmul.allow_tf32 = self.allow_tf32
+            torch.backends.cudnn.allow_tf32 = self.allow_tf32
+
+    def _half_dtypes(self) -> tuple[torch.dtype, ...]:
+        if torch.cuda.is_bf16_supported():
+            return (torch.float16, torch.bfloat16)
+        return (torch.float16,)
+
+    def _has_fp8(self) -> bool:
+        # Ada (8.9) is the first generation with fp8 units.
+        able = torch.cuda.get_device_capability(self.torch_device) >= (8, 9)
+        return able and fp8_library() is not None
 
     def stream(self) -> Stream:
         """A new stream on this device."""
-        raw = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]  # as above
+        raw = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]  # torch's
         return CUDAStream(raw)
 
     def current_stream(self) -> Stream:
@@ -119,8 +88,8 @@ class CUDADevice(Device):
 
     def event(self, *, timing: bool = False) -> Event:
         """A new event."""
-        raw = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]  # as above
-        return CUDAEvent(raw)
+        raw = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]  # torch's
+        return AcceleratorEvent(raw)
 
     def synchronize(self) -> None:
         """Block the calling thread until all work on this device is done."""

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from typing import Protocol, Self
 
+from torch import Tensor
+
 __all__ = ["Event", "HostEvent", "HostStream", "Stream"]
 
 
@@ -44,6 +46,12 @@ class Stream(Protocol):
 
     def record_event(self) -> Event:
         """Mark the work queued so far."""
+
+    def hold(self, tensor: Tensor) -> None:
+        """Let nobody have the memory of `tensor` before the work queued here is done.
+
+        For a tensor made on one stream and used on another; it may be dropped after that.
+        """
 
     def synchronize(self) -> None:
         """Block the calling thread until all work here is done."""
@@ -95,6 +103,9 @@ class HostStream:
         event = HostEvent()
         event.record()
         return event
+
+    def hold(self, tensor: Tensor) -> None:
+        """Nothing to wait for."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

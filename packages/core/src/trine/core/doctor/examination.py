@@ -1,0 +1,98 @@
+"""The order in which the doctor looks, and the command around it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+
+from trine.core.doctor.backends import check_gloo, check_mpi, check_nccl
+from trine.core.doctor.checks import Check, Diagnosis
+from trine.core.doctor.devices import check_devices
+from trine.core.doctor.hardware import check_cores, check_memory
+from trine.core.doctor.software import check_packages, check_python, check_torch
+from trine.core.doctor.world import check_world
+
+__all__ = ["examine", "main"]
+
+_LIMIT_S = 60.0
+
+
+def examine(limit_s: float = _LIMIT_S) -> Diagnosis:
+    """Look at everything. Takes seconds; processes are started and are gone at the end.
+
+    Args:
+        limit_s: how long each probe that runs in processes of its own may take.
+    """
+    return Diagnosis(tuple(_checks(limit_s)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Say whether training can start on this machine: devices, backends, versions, memory.
+
+    Returns:
+        0 if it can, 1 if it cannot; wrong arguments end the program with 2.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m trine.core.doctor",
+        description="Say whether training can start on this machine, and if not, how to mend it.",
+        epilog="Exit status: 0 if training can start (warnings included), 1 if it cannot.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--limit",
+        type=_seconds,
+        default=_LIMIT_S,
+        metavar="SECONDS",
+        help="how long one probe may take, the import of torch included (default: %(default)g)",
+    )
+    options = parser.parse_args(argv)
+    found: list[Check] = []
+    for check in _checks(options.limit):
+        found.append(check)
+        if not options.json:
+            print(check.to_text(), flush=True)  # at once: the next one may take a while
+    diagnosis = Diagnosis(tuple(found))
+    if options.json:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        print(f"\n{diagnosis.verdict}")
+    return 0 if diagnosis.can_start else 1
+
+
+def _checks(limit_s: float) -> Iterator[Check]:
+    yield from _guarded("python", check_python)
+    yield from _guarded("torch", check_torch)
+    yield from _guarded("packages", check_packages)
+    yield from _guarded("device", lambda: check_devices(limit_s))
+    nccl = list(_guarded("nccl", lambda: check_nccl(limit_s)))
+    yield from nccl
+    needed = all(check.status != "ok" for check in nccl)
+    yield from _guarded("gloo", lambda: check_gloo(limit_s, needed=needed))
+    yield from _guarded("mpi", lambda: check_mpi(limit_s))
+    yield from _guarded("world", lambda: check_world(os.environ, torch.cuda.device_count()))
+    yield from _guarded("cores", lambda: check_cores(os.environ))
+    yield from _guarded("memory", check_memory)
+
+
+def _guarded(name: str, look: Callable[[], Iterable[Check]]) -> Iterator[Check]:
+    """What `look` finds; its own failure is a finding, not the end of the examination."""
+    try:
+        yield from look()
+    except Exception as error:
+        yield Check(
+            name,
+            "warning",
+            f"could not be examined: {type(error).__name__}: {error}",
+            "This is a fault of the doctor. Please report it with the output of --json.",
+        )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < 86_400:
+        raise argparse.ArgumentTypeError(f"{text} is not a time between 0 and 86400 seconds")
+    return seconds
