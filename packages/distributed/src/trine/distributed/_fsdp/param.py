@@ -33,7 +33,7 @@ from trine.distributed._fsdp.torch_internals import (
     local_tensor,
     module_parameters,
     set_local_tensor,
-    version_of,
+    stands_in,
 )
 from trine.distributed.mesh import MeshAxes
 
@@ -147,10 +147,12 @@ class ShardedParam:
     @property
     def moved(self) -> bool:
         """Whether someone exchanged the parameter or its memory since `bind`."""
-        if self.slots[0].get() is not self.sharded:
+        slot = self.slots[0]
+        sharded = self.sharded
+        if not stands_in(slot.module, slot.name, sharded):
             return True
         if self._linked:
-            return local_tensor(self._dtensor) is not self.local
+            return local_tensor(sharded) is not self.local
         return self.sharded.dtype is not self.dtype or self.sharded.device != self.local.device
 
     def refresh(self) -> None:
@@ -229,9 +231,9 @@ class ShardedParam:
         for slot in self.slots:
             module_parameters(slot.module)[slot.name] = unsharded
 
-    def version(self) -> int:
-        """A number that changes when somebody writes to the sharded parameter in place."""
-        return version_of(self.sharded) + version_of(local_tensor(self._dtensor))
+    def watched(self) -> tuple[Tensor, Tensor]:
+        """The tensors by which a user can write to the parameter in place."""
+        return self.sharded, local_tensor(self._dtensor)
 
     def keep_grad(self, dtype: torch.dtype) -> None:
         """Put the gradient aside in `dtype` until a later backward reduces it."""

@@ -26,6 +26,7 @@ from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
+from trine.distributed._fsdp.torch_internals import versions_of
 from trine.distributed._fsdp.transfers import Transfer, Transfers
 from trine.distributed.mesh import MeshAxes
 
@@ -138,6 +139,7 @@ class ParamGroup:
                 param.bind(rows_in(flat, offset, rows), _view(whole, start, param.layout.shape))
                 self._padded.append(padded)
         self._flat = flat
+        self._watched = [tensor for param in self.params for tensor in param.watched()]
         self._whole = whole.untyped_storage()
         self._whole_nbytes = self._whole.nbytes()
         self._whole.resize_(0)
@@ -234,7 +236,7 @@ class ParamGroup:
         Fused and foreach optimizers write past the counters of the tensors, so steps are
         counted too.
         """
-        return _OptimizerSteps.count, sum(param.version() for param in self.params)
+        return _OptimizerSteps.count, versions_of(self._watched)
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:

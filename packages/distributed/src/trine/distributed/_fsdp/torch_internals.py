@@ -26,9 +26,10 @@ __all__ = [
     "on_backward_reaching",
     "outside_transforms",
     "set_local_tensor",
+    "stands_in",
     "storage_users",
     "transforming",
-    "version_of",
+    "versions_of",
 ]
 
 
@@ -79,10 +80,13 @@ def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The tensor that `tensor` holds on this rank; the same object on every call, if it can be."""
     local: Tensor | None = getattr(tensor, "_local_tensor", None)
-    return tensor.to_local().detach() if local is None else local
+    if local is None:
+        assert isinstance(tensor, DTensor)
+        return tensor.to_local().detach()
+    return local
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> bool:
@@ -98,9 +102,17 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> bool:
     return True
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often `tensor` was written to in place, as far as torch counts it; else 0."""
-    return getattr(tensor, "_version", 0)
+def versions_of(tensors: Sequence[Tensor]) -> int:
+    """How often any of `tensors` was written to in place, as far as torch counts it; else 0."""
+    try:
+        return sum([tensor._version for tensor in tensors])
+    except AttributeError:
+        return 0
+
+
+def stands_in(module: nn.Module, name: str, param: nn.Parameter) -> bool:
+    """Whether `param` is what `module` has under `name` now."""
+    return module._parameters.get(name) is param
 
 
 def copy_grad_hooks(source: Tensor, target: Tensor) -> None:
