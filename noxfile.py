@@ -104,9 +104,9 @@ def together(session: nox.Session) -> None:
 
 @nox.session(tags=["cpu"])
 def docs(session: nox.Session) -> None:
-    """The documentation: built offline, every warning an error, every code block run."""
+    """The documentation: built afresh and offline, every warning an error, every doctest run."""
     install(session, *PACKAGES, groups=["docs"])
-    strict = ("--nitpicky", "--fail-on-warning", "--keep-going")
+    strict = ("--nitpicky", "--fail-on-warning", "--keep-going", "--fresh-env")
     for builder in ("html", "doctest"):
         target = f"docs/_build/{builder}"
         session.run("sphinx-build", *strict, "-b", builder, "docs", target, *session.posargs)

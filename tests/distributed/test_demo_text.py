@@ -16,9 +16,9 @@ def content(text: Text) -> bytes:
 
 def test_a_file_is_read_as_the_bytes_it_holds(tmp_path: Path) -> None:
     file = tmp_path / "latin.txt"
-    file.write_bytes(b"caf\xe9 " * 3)  # not UTF-8, and still text
+    file.write_bytes(b"d\xe9j\xe0 " * 3)  # not UTF-8, and still text
 
-    assert content(read_text(file, at_least=10)) == b"caf\xe9 " * 3
+    assert content(read_text(file, at_least=10)) == b"d\xe9j\xe0 " * 3
 
 
 def test_a_folder_is_read_in_the_order_of_names_without_hidden_and_binary_files(

@@ -44,15 +44,16 @@ class Recorder:
 
     Example:
         >>> from pathlib import Path
-        >>> from tempfile import mkdtemp
+        >>> from tempfile import TemporaryDirectory
         >>> from trine.core import tracing
         >>> from trine.tools.tracing import Recorder
-        >>> recorder = Recorder(Path(mkdtemp()), rank=0, world_size=1)
-        >>> tracing.add_sink(recorder)
-        >>> with tracing.span("load batch", category="io"):
-        ...     pass
-        >>> tracing.remove_sink(recorder)
-        >>> recorder.close().name
+        >>> with TemporaryDirectory() as folder:
+        ...     recorder = Recorder(Path(folder), rank=0, world_size=1)
+        ...     tracing.add_sink(recorder)
+        ...     with tracing.span("load batch", category="io"):
+        ...         pass
+        ...     tracing.remove_sink(recorder)
+        ...     recorder.close().name
         'trace-rank00000.jsonl'
     """
 
