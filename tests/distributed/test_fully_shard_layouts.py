@@ -18,6 +18,7 @@ from trine.distributed.fsdp import (
     DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
+    ShardPlacement,
     fully_shard,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -258,6 +259,124 @@ def test_ignored_parameters_stay_whole_and_keep_their_own_gradients(
     run_on_ranks: RunOnRanks,
 ) -> None:
     run_on_ranks(ignore_some, 2)
+
+
+class Scaled(Net):
+    """With 0-dim parameters, one of them unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.temperature
+
+
+def train_scalars(axes: dict[str, int], param_dtype: torch.dtype | None, tolerance: float) -> None:
+    torch.manual_seed(0)
+    reference = Scaled()
+    model = copy.deepcopy(reference)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=init_mesh(axes), mp_policy=policy)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        step(model, reference, number)
+        assert_same_gradients(model, reference, tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+    model.reshard()  # type: ignore[operator]  # an FSDPModule
+    temperature = dict(model.named_parameters())["temperature"]
+    assert isinstance(temperature, DTensor)
+    assert temperature.shape == ()
+    torch.testing.assert_close(
+        temperature.full_tensor(), reference.temperature.detach(), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 1}, {"fsdp": 3}, {"ddp": 2, "fsdp": 2}])
+@pytest.mark.parametrize(
+    ("param_dtype", "tolerance"),
+    [(None, FP32), (torch.bfloat16, 3e-2)],  # bf16: 2**-8 relative
+)
+def test_parameters_without_dims_train_on_every_mesh(
+    run_on_ranks: RunOnRanks,
+    axes: dict[str, int],
+    param_dtype: torch.dtype | None,
+    tolerance: float,
+) -> None:
+    world_size = 1
+    for size in axes.values():
+        world_size *= size
+
+    run_on_ranks(train_scalars, world_size, axes, param_dtype, tolerance)
+
+
+class Wide(nn.Module):
+    """3-D and 2-D weights whose dims divide by no number of ranks used here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(5, 7, 3)
+        self.linear = nn.Linear(7, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.conv(x[:, :, None].expand(-1, -1, 3)).squeeze(-1))
+        return out
+
+
+def cut_other_dims() -> None:
+    torch.manual_seed(0)
+    reference = Wide()
+    model = copy.deepcopy(reference)
+    fully_shard(model, shard_placement_fn=lambda p: Shard(p.dim() - 1) if p.dim() > 1 else None)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference)]
+    for number in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        step(model, reference, number)
+        assert_same_gradients(model, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+    model.reshard()  # type: ignore[operator]  # an FSDPModule
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(ours, DTensor)
+        assert ours.placements == (Shard(ours.dim() - 1),)
+        # AdamW enlarges rounding where second moments are small.
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_dim_can_be_cut(run_on_ranks: RunOnRanks, world_size: int) -> None:
+    run_on_ranks(cut_other_dims, world_size)
+
+
+def put_on_two_meshes() -> None:
+    net, reference = pair()
+    mesh = init_mesh({"ddp": 2, "fsdp": 2})
+    everyone = init_mesh({"all": 4})
+    head = set(map(id, net.head.parameters()))
+    model = fully_shard(
+        net,
+        mesh=mesh,
+        shard_placement_fn=lambda p: ShardPlacement(Shard(0), everyone) if id(p) in head else None,
+    )
+    for number in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        step(model, reference, number)
+        assert_same_gradients(model, reference)
+    model.reshard()  # type: ignore[operator]  # an FSDPModule
+    assert isinstance(model.head.weight, DTensor)
+    assert model.head.weight.device_mesh == everyone
+    assert isinstance(model.norm.weight, DTensor)
+    assert model.norm.weight.device_mesh == mesh
+
+
+def test_parameters_of_one_module_may_be_on_different_meshes(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(put_on_two_meshes, 4)
 
 
 # --- methods ---------------------------------------------------------------------------

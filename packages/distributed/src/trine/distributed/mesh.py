@@ -186,10 +186,10 @@ class MeshAxes:
         """The kind of device that the ranks compute on."""
         return self.mesh.device_type
 
-    def placements(self, dim: int) -> list[Placement]:
-        """How DTensor calls a parameter whose `dim` is sharded over these axes."""
+    def placements(self, dim: int | None) -> list[Placement]:
+        """How DTensor calls a parameter whose `dim` is sharded over these axes; None: no dim."""
         return [
-            Shard(dim) if axis in self._shard_axes else Replicate()
+            Shard(dim) if dim is not None and axis in self._shard_axes else Replicate()
             for axis in range(self.mesh.ndim)
         ]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from trine.distributed._fsdp import hooks
 from trine.distributed._fsdp.buffers import BufferPool
@@ -16,7 +17,12 @@ from trine.distributed._fsdp.managed import ManagedParam, managed_params
 from trine.distributed._fsdp.module import sharded_class
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
-from trine.distributed._fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from trine.distributed._fsdp.policies import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacement,
+)
 from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.root import share_buffers
 from trine.distributed._fsdp.schedule import UnitSettings
@@ -34,7 +40,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | ShardPlacement | None] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -58,7 +64,8 @@ def fully_shard(
         reshard_after_forward: free the gathered parameters after forward (True) or keep
             them until backward (False); None: True, but False for the root, whose backward
             comes first.
-        shard_placement_fn: not implemented yet.
+        shard_placement_fn: called with each whole parameter; returns the dim to cut as
+            `Shard(dim)`, a `ShardPlacement` for a mesh of its own too, or None for dim 0.
         mp_policy: dtypes of computation, reduction and output; None for the parameters' own.
         offload_policy: `CPUOffloadPolicy` keeps shards in host memory; on a mesh of CPUs
             they are there already, so it changes nothing. On others not implemented yet.
@@ -69,13 +76,12 @@ def fully_shard(
         `module` itself.
 
     Raises:
-        ValueError: if a module is sharded already, has no parameters, has a 0-dim
-            parameter, or shares one with a module that another call has sharded.
+        ValueError: if a module is sharded already, has no parameters, or shares one with a
+            module that another call has sharded.
         TypeError: if `module` is not a module.
         NotImplementedError: for an argument that is not implemented yet, naming it.
     """
     _refuse_unimplemented(
-        shard_placement_fn=shard_placement_fn is not None,
         reshard_after_forward=type(reshard_after_forward) is int,
     )
     modules = _modules(module)
@@ -89,7 +95,8 @@ def fully_shard(
         reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward)
     )
     reduce_settings = ReduceSettings()
-    groups = _make_groups(params, axes, policy, reduce_settings)
+    placed = [_placed(each, shard_placement_fn, axes) for each in params]
+    groups = _make_groups(placed, policy, reduce_settings)
     state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
     for each in modules:
         set_state(each, state)
@@ -204,20 +211,48 @@ def _refuse_unimplemented(**given: bool) -> None:
             raise NotImplementedError(f"fully_shard does not implement {name} yet{what}.")
 
 
-def _make_groups(
-    params: list[ManagedParam],
+_Placed = tuple[ManagedParam, int, MeshAxes]
+
+
+def _placed(
+    each: ManagedParam,
+    place: Callable[[nn.Parameter], Shard | ShardPlacement | None] | None,
     axes: MeshAxes,
-    policy: MixedPrecisionPolicy,
-    settings: ReduceSettings,
+) -> _Placed:
+    """The parameter with the dim to cut and the axes to cut it over."""
+    asked = None if place is None else place(each.param)
+    if isinstance(asked, ShardPlacement):
+        axes = MeshAxes.of(asked.mesh)
+        asked = asked.placement
+    if asked is None:
+        return each, 0, axes
+    if not isinstance(asked, Shard):
+        raise TypeError(
+            f"shard_placement_fn returned {asked!r} for {each.fqn}; expected Shard(dim), a "
+            "ShardPlacement, or None."
+        )
+    dims = each.param.dim()
+    if not -dims <= asked.dim < dims:
+        raise ValueError(
+            f"shard_placement_fn returned {asked!r} for {each.fqn}, which has {dims} dims: "
+            f"expected one from {-dims} to {dims - 1}, or None for a 0-dim parameter."
+        )
+    return each, asked.dim % dims, axes
+
+
+def _make_groups(
+    placed: list[_Placed], policy: MixedPrecisionPolicy, settings: ReduceSettings
 ) -> list[ParamGroup]:
-    """One group for each dtype, in the order in which the dtypes occur."""
-    by_dtype: dict[torch.dtype, list[ShardedParam]] = {}
-    for each in params:
-        sharded = ShardedParam(each.param, each.slots, axes, each.fqn)
-        by_dtype.setdefault(each.param.dtype, []).append(sharded)
+    """One group for each dtype and mesh, in the order in which they occur."""
+    members: dict[tuple[torch.dtype, int], list[ShardedParam]] = {}
+    for each, dim, axes in placed:
+        sharded = ShardedParam(each.param, each.slots, axes, each.fqn, dim)
+        members.setdefault((each.param.dtype, id(axes.mesh)), []).append(sharded)
         note_successor(each.param, sharded)
-    return [
+    groups = []
+    for params in members.values():
+        axes = params[0].axes
         # Each with a pool of its own until the root lets them share one.
-        ParamGroup(members, axes, comm_for(axes.shard_group, BufferPool()), policy, settings)
-        for members in by_dtype.values()
-    ]
+        comm = comm_for(axes.shard_group, BufferPool())
+        groups.append(ParamGroup(params, axes, comm, policy, settings))
+    return groups

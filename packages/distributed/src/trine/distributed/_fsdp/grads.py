@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.layout import GroupLayout
-from trine.distributed._fsdp.param import ShardedParam, as_dtensor, rows_in
+from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.torch_internals import (
     apply_grad_hooks,
     call_post_accumulate_hooks,
@@ -42,9 +42,7 @@ class ShardedGrads:
         self.layout = layout
         rank = first.axes.shard_rank
         self.tensors: list[DTensor] = [
-            as_dtensor(
-                rows_in(self.flat, offset, param.layout.shape_of(rank)), param.layout, param.axes
-            )
+            param.as_dtensor(rows_in(self.flat, offset, param.layout.shape_of(rank)))
             for offset, param in zip(layout.offsets, params, strict=True)
         ]
         self._locals = [local_tensor(tensor) for tensor in self.tensors]

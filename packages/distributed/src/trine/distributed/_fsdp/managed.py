@@ -38,8 +38,8 @@ def managed_params(
         ignored: parameters to leave as they are.
 
     Raises:
-        ValueError: if the module has no parameters, one of them is 0-dim, or one is shared
-            with a module that has been sharded by another call.
+        ValueError: if the module has no parameters, or one of them is shared with a module
+            that has been sharded by another call.
         NotImplementedError: if one is a DTensor already.
     """
     for module in modules:
@@ -93,9 +93,4 @@ def _check(param: nn.Parameter, fqn: str) -> None:
         raise NotImplementedError(
             f"{fqn} is a DTensor on {param.device_mesh}: sharding parameters that are "
             "distributed already (tensor parallel) is not implemented yet."
-        )
-    if param.dim() == 0:
-        raise ValueError(
-            f"{fqn} is a 0-dim parameter and has no rows to shard. Make it 1-D with one "
-            "element: nn.Parameter(value.reshape(1))."
         )

@@ -37,7 +37,7 @@ from trine.distributed._fsdp.torch_internals import (
 )
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["ShardedParam", "Slot", "as_dtensor", "rows_in"]
+__all__ = ["ShardedParam", "Slot", "rows_in"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,20 +50,6 @@ class Slot:
     def get(self) -> nn.Parameter | None:
         """What is there now."""
         return module_parameters(self.module).get(self.name)
-
-
-def as_dtensor(local: Tensor, layout: ShardLayout, axes: MeshAxes) -> DTensor:
-    """`local` as this rank's rows of a tensor sharded along dim 0; memory is shared."""
-    shape = torch.Size(layout.shape)
-    with torch.no_grad():
-        return DTensor.from_local(
-            local,
-            axes.mesh,
-            axes.placements(0),
-            run_check=False,
-            shape=shape,
-            stride=_contiguous_stride(shape),
-        )
 
 
 def rows_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
@@ -93,35 +79,47 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class ShardedParam:
     """One parameter, cut over ranks.
 
+    Buffers hold rows: slices along the dim that is cut, whichever it is, one behind the
+    other. A 0-dim parameter cannot be cut; it is held by every rank, and in buffers it is one
+    row for each, so that it travels with the others and its gradient is reduced for all.
+
     Args:
         param: the whole parameter, equal on every rank; not changed.
         slots: where it stands; several if it is tied.
         axes: the ranks it is cut over.
         fqn: its name for messages.
+        dim: along which it is cut.
 
     Attributes:
-        layout: how it is cut.
+        shape: of the whole.
+        layout: how its rows are dealt.
         sharded: what the user sees. Put into the slots by `show_sharded`.
         local: this rank's rows, once bound in the group's buffer.
         unsharded: what the module computes with; None until `bind`.
     """
 
     def __init__(
-        self, param: nn.Parameter, slots: Sequence[Slot], axes: MeshAxes, fqn: str
+        self,
+        param: nn.Parameter,
+        slots: Sequence[Slot],
+        axes: MeshAxes,
+        fqn: str,
+        dim: int = 0,
     ) -> None:
         self.slots = tuple(slots)
         self.fqn = fqn
         self.axes = axes
-        self.layout = ShardLayout(tuple(param.shape), axes.shard_size)
-        first, end = self.layout.rows_of(axes.shard_rank)
+        self.shape = tuple(param.shape)
+        self.dim = dim if self.shape else None
         with torch.no_grad():
-            rows = param.detach()[first:end]
+            laid = self.lay(param.detach())
+            self.layout = ShardLayout(tuple(laid.shape), axes.shard_size)
+            first, end = self.layout.rows_of(axes.shard_rank)
+            rows = laid[first:end]
             if not rows.is_meta:
                 # A copy even where the slice is the whole: the original must be freeable.
                 rows = rows.to(axes.device_type, copy=True).contiguous()
-        self._set_sharded(
-            nn.Parameter(as_dtensor(rows, self.layout, axes), requires_grad=param.requires_grad)
-        )
+        self._set_sharded(nn.Parameter(self.as_dtensor(rows), requires_grad=param.requires_grad))
         for name, value in vars(param).items():
             setattr(self.sharded, name, value)
         copy_grad_hooks(param, self.sharded)
@@ -129,6 +127,49 @@ class ShardedParam:
         self._shown_trainable = param.requires_grad
         self._linked = True
         self._kept_grad: Tensor | None = None
+
+    def lay(self, whole: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as rows; a view."""
+        if self.dim is None:
+            return whole.expand(self.axes.shard_size)
+        return whole.movedim(self.dim, 0) if self.dim else whole
+
+    def own(self, rows: Tensor) -> Tensor:
+        """This rank's rows as its part of a tensor of the parameter's shape; a view."""
+        if self.dim is None:
+            return rows.view(())
+        return rows.movedim(0, self.dim) if self.dim else rows
+
+    def as_dtensor(self, rows: Tensor) -> DTensor:
+        """This rank's rows as a DTensor of the parameter's shape; memory is shared."""
+        with torch.no_grad():
+            return DTensor.from_local(
+                self.own(rows),
+                self.axes.mesh,
+                self.axes.placements(self.dim),
+                run_check=False,
+                shape=torch.Size(self.shape),
+                stride=_contiguous_stride(self.shape),
+            )
+
+    def gather_from(self, parts: Tensor, into: Tensor) -> None:
+        """Put the rows of all ranks into place, for a parameter cut along another dim than 0.
+
+        Args:
+            parts: shape (ranks, elements of a chunk), any stride.
+            into: of the parameter's shape; overwritten.
+        """
+        assert self.dim is not None
+        rows, step = self.layout.shape[0], self.layout.chunk_rows
+        if not parts.numel():
+            return
+        dealt = parts.view(parts.shape[0], step, *self.layout.shape[1:])
+        laid = into.movedim(self.dim, 0)
+        full = rows // step
+        if full:
+            laid[: full * step].view(full, step, *laid.shape[1:]).copy_(dealt[:full])
+        if rows > full * step:
+            laid[full * step :].copy_(dealt[full, : rows - full * step])
 
     def _set_sharded(self, sharded: nn.Parameter) -> None:
         self.sharded = sharded
@@ -178,19 +219,24 @@ class ShardedParam:
             self.show_sharded()
         else:
             self.local = local_tensor(self._dtensor)
-        expected = self.layout.shape_of(self.axes.shard_rank)
+        expected = self._local_shape()
         if tuple(self.local.shape) != expected:
             raise ValueError(
                 f"{self.fqn} holds rows of shape {tuple(self.local.shape)} on rank "
-                f"{self.axes.shard_rank}; expected {expected} of {self.layout.shape}."
+                f"{self.axes.shard_rank}; expected {expected} of {self.shape}."
             )
+
+    def _local_shape(self) -> tuple[int, ...]:
+        rows, *rest = self.layout.shape_of(self.axes.shard_rank)
+        if self.dim is None:
+            return ()
+        return (*rest[: self.dim], rows, *rest[self.dim :])
 
     def bind(self, local: Tensor, unsharded: Tensor) -> None:
         """Move the rows into the group's buffer, and compute with `unsharded` from now on.
 
         Args:
-            local: a view of the shard buffer with the shape of this rank's rows;
-                overwritten with them.
+            local: this rank's part of the parameter, over the shard buffer; overwritten.
             unsharded: a view of the gathered storage with the whole shape.
         """
         with torch.no_grad():

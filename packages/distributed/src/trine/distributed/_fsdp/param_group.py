@@ -88,7 +88,8 @@ class ParamGroup:
         policy: MixedPrecisionPolicy,
         settings: ReduceSettings,
     ) -> None:
-        self.params = list(params)
+        # Those cut along dim 0 come first: one operation serves them all.
+        self.params = sorted(params, key=lambda param: bool(param.dim))
         self.axes = axes
         self.comm = comm
         self.policy = policy
@@ -129,15 +130,21 @@ class ParamGroup:
         with torch.inference_mode(False), torch.no_grad():
             flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
             whole = torch.empty(ranks * layout.shard_numel, dtype=self._gather_dtype, device=device)
-            self._padded = []
+            self._padded: list[Tensor] = []
+            self._scattered: list[tuple[ShardedParam, int, Tensor]] = []
             for param, offset, numel in zip(
                 self.params, layout.offsets, layout.chunk_numels, strict=True
             ):
-                rows = param.layout.shape_of(self.comm.rank)
+                rows = rows_in(flat, offset, param.layout.shape_of(self.comm.rank))
                 start = ranks * offset
                 padded = _view(whole, start, (ranks, numel))
-                param.bind(rows_in(flat, offset, rows), _view(whole, start, param.layout.shape))
-                self._padded.append(padded)
+                param.bind(param.own(rows), _view(whole, start, param.shape))
+                if param.dim:
+                    # Views of their own: writing through the parameter itself would tell
+                    # autograd that what it has saved has changed.
+                    self._scattered.append((param, offset, _view(whole, start, param.shape)))
+                else:
+                    self._padded.append(padded)
         self._flat = flat
         self._watched = [tensor for param in self.params for tensor in param.watched()]
         self._whole = whole.untyped_storage()
@@ -251,13 +258,24 @@ class ParamGroup:
         self._gather = None
         with tracing.span("copy_out", "mem", self.name):
             self._whole.resize_(self._whole_nbytes)
-            torch.split_with_sizes_copy(
-                gather.out, self.layout.chunk_numels, dim=1, out=self._padded
-            )
+            self._copy_out(gather.out)
         self.comm.release(gather.out)
         for param in self.params:
             param.show_unsharded()
         self._holds = _Storage.WHOLE
+
+    def _copy_out(self, gathered: Tensor) -> None:
+        """Lay the rows of all ranks (one of `gathered` for each) into the whole parameters."""
+        numels = self.layout.chunk_numels
+        if self._scattered:
+            # These come last in the group.
+            numels = numels[: len(self._padded)]
+            for param, offset, into in self._scattered:
+                end = offset + param.layout.chunk_numel
+                param.gather_from(gathered[:, offset:end], into)
+            gathered = gathered[:, : sum(numels)]
+        if numels:
+            torch.split_with_sizes_copy(gathered, numels, dim=1, out=self._padded)
 
     def reshard(self) -> None:
         """Free the whole parameters and put the sharded ones into the slots."""

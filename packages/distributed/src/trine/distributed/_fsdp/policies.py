@@ -5,8 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "ShardPlacement"]
+
+
+@dataclass(frozen=True)
+class ShardPlacement:
+    """What a `shard_placement_fn` may return to put a parameter on a mesh of its own.
+
+    Attributes:
+        placement: which dim to cut.
+        mesh: the ranks to cut it over, 1-D or 2-D as in `fully_shard`.
+    """
+
+    placement: Shard
+    mesh: DeviceMesh
 
 
 @dataclass(frozen=True)

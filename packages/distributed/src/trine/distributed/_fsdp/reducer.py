@@ -146,6 +146,8 @@ class GradReducer:
                     f"The gradient of {param.fqn} is sparse ({grad.layout}); only dense "
                     "gradients can be reduced. Make the embedding with sparse=False."
                 )
+            else:
+                grad = param.lay(grad)
             grads.append(grad)
         return grads, used
 

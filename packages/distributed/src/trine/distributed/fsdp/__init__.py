@@ -11,6 +11,7 @@ from trine.distributed._fsdp.policies import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacement,
 )
 from trine.distributed.mesh import DataParallelMeshDims
 
@@ -20,6 +21,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ShardPlacement",
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
