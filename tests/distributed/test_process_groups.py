@@ -7,7 +7,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -161,10 +164,45 @@ def test_a_port_that_is_taken_is_named_with_what_to_do(monkeypatch: pytest.Monke
             init_process_group("gloo")
 
 
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.0 400 Bad Request\r\n\r\n"])
+def test_a_port_of_another_program_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    def serve() -> None:
+        with suppress(OSError):  # until the listener is closed
+            while True:
+                connection, _ = other.accept()
+                connections.append(connection)
+                if answer:
+                    connection.sendall(answer)
+
+    connections: list[socket.socket] = []
+    with ExitStack() as closed_at_the_end, socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=serve, daemon=True).start()
+        port = str(other.getsockname()[1])
+        launch_as(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        began = time.monotonic()
+
+        with pytest.raises(TrineError, match=rf"Rank 1 of 2 could not reach .* 127.0.0.1:{port}"):
+            init_process_group("gloo", timeout=timedelta(seconds=1))
+
+        assert time.monotonic() - began < 10
+        other.shutdown(socket.SHUT_RDWR)
+        for connection in connections:
+            closed_at_the_end.enter_context(connection)
+
+
+def test_a_backend_that_only_pretends_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'fake' moves no data.* Backends .*: .*gloo"):
+        init_process_group("fake")
+
+    assert "fake" not in available_backends()
+
+
 def test_a_meeting_point_that_nobody_opened_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]  # closed again: nobody listens there
     launch_as(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
     with pytest.raises(TrineError, match=rf"Rank 1 of 2 could not reach .* 127.0.0.1:{port}"):
-        init_process_group("gloo", timeout=timedelta(seconds=2))
+        init_process_group("gloo", timeout=timedelta(seconds=1))

@@ -10,14 +10,20 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from tests.distributed.programs import living_processes, running
+from trine.core import TrineError
 from trine.distributed.testing import RanksFailed, most_ranks, run_on_ranks
 
 
@@ -70,6 +76,57 @@ def wait_where_the_report_must_point() -> None:
 
 def return_what_cannot_travel() -> object:
     return lambda: None
+
+
+class Unreadable:
+    """Pickles, but not back."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("not a number",)
+
+
+def return_on_rank_1_what_cannot_be_read() -> object:
+    return Unreadable() if dist.get_rank() == 1 else None
+
+
+def print_to_a_full_disk() -> None:
+    sys.stdout = Path("/dev/full").open("w")  # noqa: SIM115  # as long as the rank lives
+    print("lost")
+
+
+def fail_with(error: Exception) -> None:
+    raise error
+
+
+@dataclass(frozen=True)
+class Times:
+    connected_at: float
+    begun_at: float
+
+
+@dataclass
+class ConnectsLate:
+    """Makes one rank slow from the moment it is unpickled, which is before ranks connect."""
+
+    rank: int
+    connected_at: float = 0.0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        connect = distributed_c10d._new_process_group_helper
+
+        def connect_late(*args: Any, **kwargs: Any) -> Any:
+            made = connect(*args, **kwargs)
+            if os.environ["RANK"] == str(self.rank):
+                time.sleep(0.5)
+            self.connected_at = time.monotonic()
+            return made
+
+        distributed_c10d._new_process_group_helper = connect_late
+
+
+def when_connected_and_when_begun(late: ConnectsLate) -> Times:
+    return Times(late.connected_at, begun_at=time.monotonic())
 
 
 def test_each_rank_returns_its_own_result_in_the_order_of_ranks() -> None:
@@ -152,6 +209,38 @@ def test_a_result_that_cannot_travel_is_a_failure_of_that_rank() -> None:
         run_on_ranks(return_what_cannot_travel, 1)
 
 
+def test_a_result_that_does_not_arrive_whole_is_a_failure_of_that_rank() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(return_on_rank_1_what_cannot_be_read, 3)
+
+    assert str(caught.value).startswith(
+        "Rank 1 of 3 returned what cannot be unpickled in the launching process: ValueError: "
+    )
+    assert caught.value.others == {0: "finished.", 2: "finished."}
+
+
+def test_output_that_cannot_be_written_is_a_failure_of_that_rank() -> None:
+    with pytest.raises(RanksFailed, match=r"Rank 0 of 1 failed: OSError: .*No space left"):
+        run_on_ranks(print_to_a_full_disk, 1)
+
+
+def test_an_error_of_ours_is_handed_on_without_its_traceback() -> None:
+    with pytest.raises(RanksFailed) as ours:
+        run_on_ranks(fail_with, 1, TrineError("what to do"))
+    with pytest.raises(RanksFailed) as foreign:
+        run_on_ranks(fail_with, 1, RuntimeError("what happened"))
+
+    assert ours.value.explanation == "what to do"
+    assert foreign.value.explanation == ""
+
+
+def test_no_body_begins_before_every_rank_is_connected() -> None:
+    first, second = run_on_ranks(when_connected_and_when_begun, 2, ConnectsLate(rank=1))
+
+    # Else the body of rank 0 may end, and rank 0 leave, before rank 1 has reached it.
+    assert first.begun_at >= second.connected_at
+
+
 def test_at_the_time_limit_every_unfinished_rank_says_where_it_stands() -> None:
     run_on_ranks(swap, 1, Pair(0, torch.tensor(0)))  # from here on, ranks start in no time
 
@@ -185,7 +274,10 @@ def test_a_number_of_ranks_that_this_machine_cannot_run_is_refused(world_size: i
 
 PROGRAM = """
     import os, signal, sys, time
+    from trine.distributed import _launch
     from trine.distributed.testing import run_on_ranks
+
+    _launch._PRELOAD[1:] = []  # torch's compiler takes seconds to import, and is not needed
 
     def body():
         sys.stdout.write(f"{os.getpid()} ")
@@ -197,19 +289,26 @@ PROGRAM = """
         run_on_ranks(body, 3, timeout_s=None)
 """
 
+PROGRAM_THAT_STARTS_SLOWLY = """
+    from trine.distributed import _launch
+    from trine.distributed.testing import most_ranks, run_on_ranks
 
-def start(program: str, folder: Path) -> subprocess.Popen[str]:
-    script = folder / "program.py"
-    script.write_text(textwrap.dedent(program))
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        cwd=folder,
-        env=os.environ | {"TMPDIR": str(folder)},
-    )
+    if __name__ == "__main__":
+        _launch._PRELOAD[:] = ["slow"]  # what the fork server imports
+        run_on_ranks(most_ranks, 2)
+"""
+
+
+@contextmanager
+def started(
+    program: str, folder: Path, *, ignore_interrupts: bool = False
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a script whose temporary files go into its folder."""
+    (folder / "program.py").write_text(textwrap.dedent(program))
+    command = [sys.executable, "program.py"]
+    env = {"TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    with running(command, folder, env=env, ignore_interrupts=ignore_interrupts) as running_program:
+        yield running_program
 
 
 def ranks_of(program: subprocess.Popen[str], count: int) -> list[int]:
@@ -244,34 +343,67 @@ def gone_within(pids: list[int], seconds: float) -> bool:
 def test_ctrl_c_stops_every_rank_and_leaves_no_file(
     tmp_path: Path, to_whole_terminal: bool
 ) -> None:
-    program = start(PROGRAM, tmp_path)
-    pids = ranks_of(program, 3)
+    with started(PROGRAM, tmp_path) as program:
+        pids = ranks_of(program, 3)
 
-    if to_whole_terminal:
-        os.killpg(program.pid, signal.SIGINT)
-    else:
-        program.send_signal(signal.SIGINT)
-    _, errors = program.communicate(timeout=5)
+        if to_whole_terminal:
+            os.killpg(program.pid, signal.SIGINT)
+        else:
+            program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=5)
 
-    assert program.returncode == -signal.SIGINT
-    assert errors.count("KeyboardInterrupt") == 1  # the launching process's own, no rank's
-    assert gone_within(pids, 0.5)
+        assert program.returncode == -signal.SIGINT
+        assert errors.count("KeyboardInterrupt") == 1  # the launching process's own, no rank's
+        assert gone_within(pids, 0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
-def test_ranks_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
-    program = start(PROGRAM, tmp_path)
-    pids = ranks_of(program, 3)
+def test_ctrl_c_does_not_wait_for_ranks_that_are_being_started(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time; print('importing', flush=True); time.sleep(60)\n"
+    )
+    with started(PROGRAM_THAT_STARTS_SLOWLY, tmp_path) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "importing\n"
 
-    program.kill()
-    program.communicate(timeout=5)  # until every holder of its output is gone
+        os.killpg(program.pid, signal.SIGINT)
+        _, errors = program.communicate(timeout=5)  # until every holder of its output is gone
 
-    assert gone_within(pids, 5)
+        assert program.returncode == -signal.SIGINT
+        assert errors.count("Traceback") == 1
+        assert living_processes(program.pid) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["program.py", "slow.py"]
+
+
+def test_ranks_that_ignore_ctrl_c_end_when_the_launching_process_is_killed(tmp_path: Path) -> None:
+    with started(PROGRAM, tmp_path, ignore_interrupts=True) as program:
+        pids = ranks_of(program, 3)
+
+        os.killpg(program.pid, signal.SIGINT)
+        assert not gone_within([program.pid], 0.2)
+        assert all(map(alive, pids))
+        program.terminate()
+        program.communicate(timeout=5)  # until every holder of its output is gone
+
+        assert gone_within(pids, 5)
+
+
+def test_a_long_name_of_the_temporary_folder_is_no_obstacle(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)  # beyond what the path of a socket may have
+    folder.mkdir()
+
+    finite = PROGRAM.replace("while True", "if False").replace("(body, 3,", "(body, 1,")
+    with started(finite, folder) as program:
+        output, errors = program.communicate(timeout=100)
+
+    assert program.returncode == 0, errors
+    assert len(output.split()) == 1
 
 
 def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     unguarded = PROGRAM.replace('if __name__ == "__main__":', "if True:")
 
-    _, errors = start(unguarded, tmp_path).communicate(timeout=60)
+    with started(unguarded, tmp_path) as program:
+        _, errors = program.communicate(timeout=60)
 
     assert 'Put the launch under `if __name__ == "__main__":`' in errors

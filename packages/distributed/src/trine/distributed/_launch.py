@@ -13,10 +13,11 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.process import current_process
 from typing import Any
@@ -31,16 +32,22 @@ from trine.distributed._rank_main import (
     BodyReference,
     Failed,
     Finished,
+    failure,
     rank_main,
 )
 from trine.distributed.process_groups import check_backend
 
 __all__ = ["RanksFailed", "check_world_size", "launch", "most_ranks"]
 
+# The fork server imports this once (seconds), each rank is then a fork of it (50 ms). torch
+# imports its compiler at the first DTensor or optimizer step; a name that is missing in
+# some torch is skipped by the server.
+_PRELOAD = ["trine.distributed._rank_main", "trine.distributed.fsdp", "torch._dynamo"]
+_START_S = 1.0  # for the start of a rank to end once it is no longer wanted
 _GRACE_S = 1.0  # for the ranks that fail because another one did
 _STOP_S = 1.0  # between asking a rank to end and killing it
 _STACKS_S = 1.0  # for a rank to write where it stands
-_LEAVE_S = 5.0  # for a rank that has reported to leave by itself
+_LEAVE_S = 3.0  # for a rank that has reported to leave by itself
 _MEMORY_PER_RANK = 256 * 2**20  # a process that has imported torch, before any model
 _RANKS_PER_CORE = 16
 
@@ -53,15 +60,24 @@ class RanksFailed(TrineError):
         reason: what happened to it, in one line.
         traceback: its traceback, or its stacks when it ran out of time; may be empty.
         others: what happened to the other ranks, one line each.
+        explanation: what the rank said if it raised a `TrineError`, which can be acted on
+            without the rest; empty otherwise.
     """
 
     def __init__(
-        self, rank: int, world_size: int, reason: str, traceback: str, others: dict[int, str]
+        self,
+        rank: int,
+        world_size: int,
+        reason: str,
+        traceback: str,
+        others: dict[int, str],
+        explanation: str = "",
     ) -> None:
         self.rank = rank
         self.reason = reason
         self.traceback = traceback
         self.others = others
+        self.explanation = explanation
         lines = [f"Rank {rank} of {world_size} {reason}"]
         if traceback:
             lines += ["", traceback.rstrip(), ""]
@@ -115,14 +131,16 @@ def launch(
     )
     ranks: list[_Rank] = []
     try:
-        with _interrupts_held():
-            context = _context()
-            for rank in range(world_size):
-                environ = _environ(rank, world_size, store.port)
-                ranks.append(_Rank(rank, context, Assignment(reference, pickled, backend, environ)))
+        _start(
+            [
+                Assignment(reference, pickled, backend, _environ(rank, world_size, store.port))
+                for rank in range(world_size)
+            ],
+            ranks,
+        )
         _hear(ranks, timeout_s)
         _raise_failures(ranks, timeout_s)
-        return [rank.result() for rank in ranks]
+        return _results(ranks)
     finally:
         with _interrupts_held():
             _end(ranks)
@@ -194,21 +212,69 @@ class _Rank:
         self.process.close()
 
 
+def _start(assignments: Sequence[Assignment], ranks: list[_Rank]) -> None:
+    """Start one process per assignment and add each to `ranks`.
+
+    The first start waits until the fork server has imported torch: seconds, which Ctrl-C
+    must not have to wait for, nor may it leave a rank half started. So a thread starts
+    them, undisturbed, and this one can be interrupted.
+    """
+    failures: list[BaseException] = []
+    interrupted = threading.Event()
+    done = threading.Event()  # an interrupted join() takes a thread for ended
+
+    def start() -> None:
+        try:
+            context = _context()
+            for rank, assignment in enumerate(assignments):
+                if interrupted.is_set():
+                    break
+                ranks.append(_Rank(rank, context, assignment))
+        except BaseException as error:  # for the thread that waits
+            failures.append(error)
+        finally:
+            done.set()
+
+    starter = threading.Thread(target=start, name="starts ranks", daemon=True)
+    with _interrupts_held():
+        # The thread, and what is started from it, inherit this: no process is hit by a
+        # Ctrl-C before it has said how to take it.
+        starter.start()
+    try:
+        done.wait()
+    except BaseException:
+        with _interrupts_held():
+            interrupted.set()
+            while not done.wait(_START_S):
+                _stop_fork_server()
+        raise
+    if failures:
+        raise failures[0]
+
+
 def _context() -> BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # The server imports this once (seconds), each rank is then a fork of it (50 ms). torch
-    # imports its compiler at the first DTensor or optimizer step; a name that is missing in
-    # some torch is skipped by the server.
-    context.set_forkserver_preload(
-        ["trine.distributed._rank_main", "trine.distributed.fsdp", "torch._dynamo"]
-    )
+    context.set_forkserver_preload(_PRELOAD)
+    try:
+        forkserver.ensure_running()
+    except OSError:
+        # It listens at a path in the temporary folder, and such paths must be short (about
+        # 100 characters). Without it every rank imports torch by itself.
+        return multiprocessing.get_context("spawn")
     return context
 
 
+def _stop_fork_server() -> None:
+    """End a fork server that is busy with its imports; the next launch starts a new one."""
+    # Nothing public knows its process or ends it before it is done.
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+
+
 def _environ(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set, plus a network interface that is always there."""
+    """What torchrun would set, a network interface that is always there, and a barrier."""
     environ = dict(os.environ)
     environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     environ |= {
@@ -220,6 +286,9 @@ def _environ(rank: int, world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours: rank 0 opens none
     }
+    # No group is returned before all of its ranks are connected. Otherwise a rank with
+    # little to do may be gone before another one has reached it, which then fails.
+    environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
     return environ
 
 
@@ -232,8 +301,7 @@ def _loopback() -> str:
 def _interrupts_held() -> Iterator[None]:
     """Let Ctrl-C wait until the block is over.
 
-    The processes started meanwhile inherit this, so none of them is hit by a Ctrl-C
-    before it has said how to take it.
+    This holds for the calling thread and for the processes that it starts meanwhile.
     """
     resource_tracker.ensure_running()  # starting it later would release the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -270,7 +338,7 @@ def _raise_failures(ranks: list[_Rank], timeout_s: float | None) -> None:
         others |= {rank: f"failed later: {failures[rank].summary}" for rank in order[1:]}
         first = failures[order[0]]
         reason = f"failed: {first.summary}" if first.traceback else first.summary
-        raise RanksFailed(order[0], len(ranks), reason, first.traceback, others)
+        raise RanksFailed(order[0], len(ranks), reason, first.traceback, others, first.explanation)
     if running:
         for rank in running:
             rank.ask_for_stacks()
@@ -284,6 +352,23 @@ def _raise_failures(ranks: list[_Rank], timeout_s: float | None) -> None:
             stacks[first_rank],
             others,
         )
+
+
+def _results(ranks: list[_Rank]) -> list[Any]:
+    results = []
+    for rank in ranks:
+        try:
+            results.append(rank.result())
+        except Exception as error:
+            failed = failure(error)
+            raise RanksFailed(
+                rank.rank,
+                len(ranks),
+                f"returned what cannot be unpickled in the launching process: {failed.summary}",
+                failed.traceback,
+                {other.rank: "finished." for other in ranks if other is not rank},
+            ) from error
+    return results
 
 
 def _how_it_ended(exitcode: int | None) -> str:

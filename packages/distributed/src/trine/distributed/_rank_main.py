@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -26,9 +27,18 @@ from typing import Any
 
 import torch
 
+from trine.core import TrineError
 from trine.distributed.process_groups import destroy_process_group, init_process_group
 
-__all__ = ["STACKS_SIGNAL", "Assignment", "BodyReference", "Failed", "Finished", "rank_main"]
+__all__ = [
+    "STACKS_SIGNAL",
+    "Assignment",
+    "BodyReference",
+    "Failed",
+    "Finished",
+    "failure",
+    "rank_main",
+]
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Asks a rank to write where each of its threads stands."""
@@ -148,11 +158,14 @@ class Failed:
         at_ns: when, on the monotonic clock that all processes of a machine share.
         summary: the exception in one line.
         traceback: the traceback, as it would be printed.
+        explanation: the message of a `TrineError`, which can be acted on without the
+            traceback; empty for other exceptions.
     """
 
     at_ns: int
     summary: str
     traceback: str
+    explanation: str = ""
 
 
 def rank_main(
@@ -179,21 +192,30 @@ def rank_main(
         torch.set_num_threads(int(threads) if threads.isdecimal() else 1)
         init_process_group(assignment.backend)
         result = pickle.dumps(body(*args))
+        # Now, while it can be told that a pipe is closed or a disk full.
+        _flush()
         destroy_process_group()
     except BaseException as error:  # sys.exit() in a body is a rank that gave no result
-        reports.send(_failure(error))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        reports.send(failure(error))
+        with suppress(OSError, ValueError):
+            _flush()
         os._exit(1)  # destroying the group could wait for ranks that will never come
     reports.send(Finished(result))
 
 
-def _failure(error: BaseException) -> Failed:
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def failure(error: BaseException) -> Failed:
+    """What an exception that was just caught has to tell in another process."""
     at_ns = time.monotonic_ns()
     below = error.__traceback__.tb_next if error.__traceback__ else None
     lines = traceback.format_exception(type(error), error, below or error.__traceback__)
     summary = traceback.format_exception_only(type(error), error)[-1].strip()
-    return Failed(at_ns, summary, "".join(lines))
+    explanation = str(error) if isinstance(error, TrineError) else ""
+    return Failed(at_ns, summary, "".join(lines), explanation)
 
 
 def _end_with_launching_process() -> None:

@@ -7,6 +7,7 @@ with it. It must not start processes (see `testing`) and must not know about mes
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ANSWER_S = 1.0  # for a store to answer, beyond the time it may take to appear
 _CPU_BACKENDS = frozenset({"gloo", "mpi"})
 
 
@@ -100,11 +102,7 @@ def launched() -> bool:
 
 def available_backends() -> list[str]:
     """The backends that this torch has and this machine can use."""
-    return [
-        name
-        for name in dist.Backend.backend_list
-        if name not in (dist.Backend.UNDEFINED, "fake") and _why_not(name) is None
-    ]
+    return [name for name in dist.Backend.backend_list if _why_not(name) is None]
 
 
 def check_backend(backend: str) -> None:
@@ -122,6 +120,8 @@ def check_backend(backend: str) -> None:
 def _why_not(backend: str) -> str | None:
     if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
         return f"Unknown backend {backend!r}."
+    if backend == "fake":
+        return "The backend 'fake' moves no data between ranks; it serves torch's own tests."
     if not dist.is_backend_available(backend):
         return f"This torch ({torch.__version__}) was built without the backend {backend!r}."
     # The wheels for CUDA have nccl on machines without a GPU too.
@@ -175,6 +175,8 @@ def _integer(name: str, given: dict[str, str]) -> int:
 
 def _join(launch: _Launch, backend: str, timeout: timedelta | None) -> None:
     try:
+        if not _opens_the_meeting_point(launch):
+            _await_the_meeting_point(launch, timeout or dist.default_pg_timeout)
         dist.init_process_group(backend, init_method="env://", timeout=timeout)
     except dist.DistNetworkError as error:
         where = f"{launch.address}:{launch.port}"
@@ -184,8 +186,46 @@ def _join(launch: _Launch, backend: str, timeout: timedelta | None) -> None:
                 f"{launch.rank} cannot open the meeting point of the ranks at {where}. Set "
                 "MASTER_PORT to a free port, or use torchrun --standalone, which picks one."
             ) from error
-        raise TrineError(
-            f"Rank {launch.rank} of {launch.world_size} could not reach the meeting point of the "
-            f"ranks at {where} (MASTER_ADDR, MASTER_PORT): is rank 0 running there, and may this "
-            f"machine connect to it? torch said: {str(error).splitlines()[0]}"
-        ) from error
+        raise _unreachable(launch, f"torch said: {str(error).splitlines()[0]}") from error
+
+
+def _unreachable(launch: _Launch, why: str) -> TrineError:
+    return TrineError(
+        f"Rank {launch.rank} of {launch.world_size} could not reach the meeting point of the "
+        f"ranks at {launch.address}:{launch.port} (MASTER_ADDR, MASTER_PORT): is rank 0 running "
+        f"there, is the port its own, and may this machine connect to it? {why}"
+    )
+
+
+def _opens_the_meeting_point(launch: _Launch) -> bool:
+    # Where a launcher hosts the store, rank 0 is a guest as well.
+    return launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _await_the_meeting_point(launch: _Launch, timeout: timedelta) -> None:
+    """Return once a store answers where the ranks meet, and never wait longer than allowed.
+
+    torch limits the time until somebody listens there, but then waits without a limit
+    for the first answer, which a program of another kind may never give.
+    """
+    failures: list[Exception] = []
+
+    def greet() -> None:
+        try:
+            dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs miss it
+                launch.address, launch.port, wait_for_workers=False, timeout=timeout
+            )
+        except Exception as error:  # for the thread that waits
+            failures.append(error)
+
+    greeter = threading.Thread(target=greet, name="greets the meeting point", daemon=True)
+    greeter.start()
+    greeter.join(timeout.total_seconds() + _ANSWER_S)
+    if greeter.is_alive():
+        raise _unreachable(
+            launch,
+            f"No answer came within {timeout.total_seconds():g} s, as when another program "
+            "holds the port. Give rank 0 a free one.",
+        )
+    if failures:
+        raise failures[0]
