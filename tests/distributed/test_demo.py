@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import pty
 import re
+import resource
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from tests.distributed.programs import living_processes, running
+from trine.core import Precision, TrineError
 from trine.distributed.demo import cli, main
 from trine.distributed.demo.model import GPT, GPTConfig
 from trine.distributed.demo.progress import Progress
-from trine.distributed.demo.settings import Outcome
+from trine.distributed.demo.settings import Outcome, Settings
+from trine.distributed.demo.text import Text
+from trine.distributed.demo.train import train
+from trine.distributed.process_groups import destroy_process_group
 
 DEMO = [sys.executable, "-m", "trine.distributed.demo"]
+SMALL = partial(
+    Settings, sample=4, batch=2, model=GPTConfig(width=16, depth=1, heads=2, context=16)
+)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -34,6 +48,12 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model and a sample that take no time, for tests that look at neither."""
+    monkeypatch.setattr(cli, "Settings", SMALL)
 
 
 @pytest.fixture
@@ -55,7 +75,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of two steps on two ranks, for the tests that look at what it left."""
     folder = tmp_path_factory.mktemp("demo")
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "Settings", partial(Settings, sample=16))
         status = main(["--text", __file__, "--steps", "2", "--check", "--out", str(folder / "out")])
     return Run(folder / "out", status, printed.getvalue())
 
@@ -103,6 +124,7 @@ def test_the_checkpoint_holds_the_whole_trained_model(finished: Run) -> None:
     assert not (finished.folder / "checkpoint.unfinished").exists()
 
 
+@pytest.mark.usefixtures("small")
 def test_a_second_run_replaces_what_the_first_one_wrote(tmp_path: Path, text: Path) -> None:
     out = tmp_path / "out"
 
@@ -115,9 +137,14 @@ def test_a_second_run_replaces_what_the_first_one_wrote(tmp_path: Path, text: Pa
 
 def test_under_torchrun_the_demo_joins_the_ranks_that_are_there(tmp_path: Path, text: Path) -> None:
     options = ["--text", str(text), "--steps", "2", "--check", "--out", "out"]
+    (tmp_path / "short_demo.py").write_text(
+        "import functools, sys; from trine.distributed.demo import cli\n"
+        "cli.Settings = functools.partial(cli.Settings, sample=4)\n"
+        "sys.exit(cli.main())\n"
+    )
 
     done = subprocess.run(
-        [*TORCHRUN, "-m", "trine.distributed.demo", *options],
+        [*TORCHRUN, "short_demo.py", *options],
         capture_output=True,
         text=True,
         timeout=110,
@@ -130,45 +157,129 @@ def test_under_torchrun_the_demo_joins_the_ranks_that_are_there(tmp_path: Path, 
     assert re.search(r"^check +all 2 losses equal", done.stdout, re.MULTILINE)
 
 
-def living_processes_of_session(session: int) -> list[str]:
-    command = ["ps", "-A", "-o", "sess=,stat=,pid=,args="]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
-    return [args for sess, stat, args in rows if sess == str(session) and stat[0] != "Z"]
+@contextlib.contextmanager
+def training(folder: Path, text: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo that trains for longer than any test lasts, after its first line."""
+    command = [*DEMO, "--text", str(text), "--steps", "100000", "--out", "out"]
+    with running(command, folder, env={"OMP_NUM_THREADS": "1"}) as demo:
+        assert demo.stdout is not None
+        assert demo.stdout.readline().startswith("Training a GPT")
+        yield demo
 
 
 def test_ctrl_c_ends_the_demo_and_all_of_its_processes(tmp_path: Path, text: Path) -> None:
-    demo = subprocess.Popen(
-        [*DEMO, "--text", str(text), "--steps", "100000", "--out", "out"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        start_new_session=True,
+    with training(tmp_path, text) as demo:
+        assert demo.stdout is not None
+        while not demo.stdout.readline().startswith("step     1"):
+            assert demo.poll() is None
+
+        os.killpg(demo.pid, signal.SIGINT)
+        demo.wait(timeout=5)
+        _, errors = demo.communicate(timeout=5)  # ends when nobody holds its output any more
+
+        assert demo.returncode == 130
+        assert errors.strip() == "Stopped."
+        assert living_processes(demo.pid) == []
+
+
+def test_a_reader_that_has_seen_enough_ends_the_demo_quietly(tmp_path: Path, text: Path) -> None:
+    with training(tmp_path, text) as demo:
+        assert demo.stdout is not None
+        assert demo.stderr is not None
+
+        demo.stdout.close()  # as `| head -1` does
+        errors = demo.stderr.read()  # ends when nobody holds it any more
+
+        assert demo.wait(timeout=5) == 128 + signal.SIGPIPE
+        assert errors == ""
+        assert living_processes(demo.pid) == []
+
+
+def test_a_full_disk_behind_standard_output_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+
+        status = main(["--text", __file__, "--out", str(tmp_path / "out")])
+
+    assert status == 1
+    assert capsys.readouterr().err == (
+        "error: Standard output cannot be written: No space left on device.\n"
     )
-    assert demo.stdout is not None
-    while not demo.stdout.readline().startswith("step     1"):
-        assert demo.poll() is None
 
-    os.killpg(demo.pid, signal.SIGINT)
-    demo.wait(timeout=5)
-    _, errors = demo.communicate(timeout=5)  # ends when nobody holds its output any more
 
-    assert demo.returncode == 130
-    assert errors.strip() == "Stopped."
-    assert living_processes_of_session(demo.pid) == []
+def test_a_disk_without_room_for_the_checkpoint_is_noticed_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = 3 * 4 * sum(p.numel() for p in GPT(GPTConfig()).parameters())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**30, free=2**20))
+
+    status = main(["--text", __file__, "--out", str(tmp_path / "out")])
+
+    printed = capsys.readouterr()
+    assert status == 2
+    assert f"has room for 1 MiB, but the checkpoint takes {needed / 2**20:.0f} MiB" in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+@pytest.mark.usefixtures("small")
+def test_a_checkpoint_that_cannot_be_written_is_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--text", __file__, "--steps", "1", "--out", str(tmp_path)]
+    (tmp_path / "demo.json").touch()  # the folder is the demo's own
+    (tmp_path / "checkpoint").touch()  # and a file is where its checkpoint should go
+
+    status = main(options)
+
+    errors = capsys.readouterr().err
+    assert status == 1
+    assert errors.startswith(
+        f"error: Rank 0 stopped. The checkpoint cannot be written to {tmp_path}"
+    )
+    assert ": Not a directory. It takes 0.1 MiB, and " in errors
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "checkpoint.unfinished").exists()
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SMALL(None, 1, "gloo", Precision.FP32, tmp_path, False, 0)
+    monkeypatch.setattr(
+        "trine.distributed.demo.train.read_text", lambda *_, **__: Text("x", torch.ones(99).byte())
+    )
+    monkeypatch.setattr("trine.distributed.demo.train.find_recorder", lambda: None)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, before[1]))
+
+        with pytest.raises(TrineError, match=r"The checkpoint cannot be written to .* It takes"):
+            train(settings)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        destroy_process_group()
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
         (["--text", "missing.txt"], "There is no missing.txt."),
-        (["--text", os.devnull], f"{os.devnull} is empty"),
+        (["--text", ""], "argument --text: a path is expected, and it is empty"),
+        (["--text", "empty.txt"], "empty.txt is empty"),
+        (["--text", "pipe"], "pipe is neither a file nor a folder."),
+        (["--text", os.devnull], f"{os.devnull} is neither a file nor a folder."),
         (["--ranks", "100000"], "100000 ranks were asked for, but this machine"),
         (["--ranks", "two"], "argument --ranks: invalid int value: 'two'"),
         (["--backend", "glue"], "Unknown backend 'glue'. Backends that work here: "),
+        (["--backend", "fake"], "The backend 'fake' moves no data between ranks"),
         (["--precision", "fp7"], "Unknown precision 'fp7'. Choose one of: fp32, amp_bf16, bf16."),
         (["--precision", "fp16"], "The demo does not scale losses, which fp16 needs"),
+        (["--out", ""], "argument --out: a path is expected, and it is empty"),
         (["--out", f"{os.devnull}/out"], f"--out {os.devnull}/out cannot be written"),
         (["--steps", "0"], "--steps 0: expected at least 1."),
         (["--seed", "-1"], "--seed -1: expected a number from 0"),
@@ -182,6 +293,8 @@ def test_a_mistake_is_answered_with_one_sentence_and_status_2(
     told: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe")
 
     status = main(options)
 
@@ -286,6 +399,18 @@ def test_progress_is_some_plain_lines_where_there_is_no_terminal() -> None:
     assert lines[0] == "step     1 of 100   loss 2.000   1,000 tokens/s"
     assert lines[-1].startswith("step   100 of 100")
     assert len(lines) == 21
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_progress_that_cannot_be_written_is_an_error_that_says_so() -> None:
+    progress = Progress(1, FullDisk())
+
+    with pytest.raises(TrineError, match="standard output: No space left on device"):
+        progress.show(1, 2.0, 1000.0)
 
 
 def test_progress_is_one_line_on_a_terminal() -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from trine.distributed.demo.text import Text, Windows, read_text
+
+
+def make_socket(name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)  # in the current folder: the path of a socket must be short
 
 
 def content(text: Text) -> bytes:
@@ -55,6 +63,19 @@ def test_too_short_a_text_is_refused(tmp_path: Path, data: bytes, told: str) -> 
 
     with pytest.raises(ValueError, match=told):
         read_text(file, at_least=9)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_socket])
+def test_what_is_neither_a_file_nor_a_folder_is_refused_and_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[str], None]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make("special")
+    Path("text.txt").write_text("text")
+
+    with pytest.raises(ValueError, match="special is neither a file nor a folder"):
+        read_text(Path("special"), at_least=1)
+    assert content(read_text(tmp_path, at_least=1)) == b"text"  # in a folder it is passed over
 
 
 def test_a_missing_path_is_refused(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +28,7 @@ from trine.distributed.demo.settings import Outcome, Settings
 from trine.distributed.demo.text import read_text
 from trine.distributed.demo.train import train
 from trine.distributed.process_groups import check_backend, destroy_process_group, launched
-from trine.distributed.testing import check_world_size, run_on_ranks
+from trine.distributed.testing import RanksFailed, check_world_size, run_on_ranks
 
 __all__ = ["main"]
 
@@ -44,16 +46,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(settings, ranks)
     except _Mistake as mistake:
         return _fail(mistake, 2)
-    except TrineError as error:
-        return _fail(error, 1)
+    except (TrineError, OSError) as error:
+        return _end(error)
     except KeyboardInterrupt:
-        print("\nStopped.", file=sys.stderr)
-        return 130
+        _complain("\nStopped.")
+        return 128 + signal.SIGINT
 
 
-def _fail(error: Exception, status: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+def _end(error: TrineError | OSError) -> int:
+    if _reader_is_gone():  # as after `| head`: whoever has seen enough wants no error
+        _drop_output()
+        return 128 + signal.SIGPIPE
+    if isinstance(error, RanksFailed) and error.explanation:
+        return _fail(f"Rank {error.rank} stopped. {error.explanation}", 1)
+    if isinstance(error, OSError):  # files are looked after where they are written
+        _drop_output()
+        return _fail(f"Standard output cannot be written: {error.strerror}.", 1)
+    return _fail(error, 1)
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe or a terminal with nobody at its other end."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # not a file of the system, or closed
+        return False
+    return bool(poll.poll(0))
+
+
+def _drop_output() -> None:
+    """Let what is still in the buffer go, which would fail once more at exit."""
+    with suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _fail(error: Exception | str, status: int) -> int:
+    _complain(f"error: {error}")
     return status
+
+
+def _complain(text: str) -> None:
+    with suppress(OSError):  # it may be closed as well, and the status still tells
+        print(text, file=sys.stderr, flush=True)
 
 
 class _Mistake(Exception):
@@ -82,12 +117,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
         "torchrun, join the ranks that torchrun started.",
     )
     add = parser.add_argument
-    add("--text", type=Path, metavar="PATH", help="file or folder (default: Python's library)")
+    add("--text", type=_path, metavar="PATH", help="file or folder (default: Python's library)")
     add("--ranks", type=int, metavar="N", help=f"how many processes (default: {_DEFAULT_RANKS})")
     add("--steps", type=int, default=_DEFAULT_STEPS, help="training steps (default: %(default)s)")
     add("--backend", help="gloo, nccl, ... (default: what suits the device)")
     add("--precision", default="fp32", help="fp32, amp_bf16 or bf16 (default: %(default)s)")
-    add("--out", type=Path, default="trine-demo", metavar="DIR", help="(default: %(default)s)")
+    add("--out", type=_path, default="trine-demo", metavar="DIR", help="(default: %(default)s)")
     add("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     add("--check", action="store_true", help="train the unsharded model too, compare every loss")
     given = parser.parse_args(argv)
@@ -110,6 +145,12 @@ def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
         seed=given.seed,
     )
     return settings, ranks
+
+
+def _path(text: str) -> Path:
+    if not text:  # as an unset variable gives; it must not mean the current folder
+        raise argparse.ArgumentTypeError("a path is expected, and it is empty")
+    return Path(text)
 
 
 def _precision(name: str) -> Precision:
@@ -158,7 +199,13 @@ def _run(settings: Settings, ranks: int) -> int:
         outcomes = run_on_ranks(train, ranks, settings, backend=settings.backend, timeout_s=None)
     if not reports:
         return 0
-    _mark(settings, losses=outcomes[0].losses, sent_nbytes=[o.sent_nbytes for o in outcomes])
+    try:
+        _mark(settings, losses=outcomes[0].losses, sent_nbytes=[o.sent_nbytes for o in outcomes])
+    except OSError as error:
+        raise TrineError(
+            f"{settings.out / _MARKER} cannot be written: {error.strerror}. Make room there, or "
+            "choose another folder."
+        ) from error
     return 0 if print_report(settings, outcomes, find_recorder()) else 1
 
 
@@ -180,6 +227,7 @@ def _prepare(settings: Settings) -> None:
                 f"--out {out} holds files that are not from an earlier run of the demo. "
                 "Give an empty or a new folder."
             )
+        _check_room(settings)
         _mark(settings)
         if settings.timeline_folder.exists():
             shutil.rmtree(settings.timeline_folder)
@@ -187,6 +235,17 @@ def _prepare(settings: Settings) -> None:
         raise _Mistake(
             f"--out {out} cannot be written: {error.strerror}. Choose another folder."
         ) from error
+
+
+def _check_room(settings: Settings) -> None:
+    """Refuse, before training, a disk on which the checkpoint will find no room."""
+    disk = shutil.disk_usage(settings.out)
+    needed = settings.checkpoint_nbytes
+    if disk.total and disk.free < needed:  # some network file systems know neither
+        raise _Mistake(
+            f"--out {settings.out} has room for {disk.free / 2**20:.0f} MiB, but the checkpoint "
+            f"takes {needed / 2**20:.0f} MiB. Make room there, or choose another folder."
+        )
 
 
 def _mark(settings: Settings, **results: object) -> None:

@@ -6,6 +6,8 @@ import shutil
 from time import monotonic
 from typing import TextIO
 
+from trine.core import TrineError
+
 __all__ = ["Progress"]
 
 _LINES = 20
@@ -30,14 +32,18 @@ class Progress:
         self._drawn_at = 0.0
 
     def show(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Say that `step` steps are done."""
+        """Say that `step` steps are done.
+
+        Raises:
+            TrineError: if the stream takes no more, such as a file on a full disk.
+        """
         if self._stream is None:
             return
         numbers = f"loss {loss:.3f}   {tokens_per_s:,.0f} tokens/s"
         last = step == self._steps
         if not self._is_terminal:
             if step == 1 or last or step % self._every == 0:
-                print(f"step {step:>5} of {self._steps}   {numbers}", file=self._stream, flush=True)
+                self._write(f"step {step:>5} of {self._steps}   {numbers}\n")
         elif last or monotonic() - self._drawn_at >= _REDRAW_S:
             self._drawn_at = monotonic()
             count = f"{step}/{self._steps}"
@@ -45,11 +51,19 @@ class Progress:
             width = max(4, min(40, room))
             done = width * step // self._steps
             bar = self._full * done + self._empty * (width - done)
-            self._stream.write(f"\r{bar} {count}   {numbers}\x1b[K")
-            self._stream.flush()
+            self._write(f"\r{bar} {count}   {numbers}\x1b[K")
 
     def close(self) -> None:
         """End the bar's line."""
-        if self._stream is not None and self._is_terminal:
-            self._stream.write("\n")
+        if self._is_terminal:
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        assert self._stream is not None
+        try:
+            self._stream.write(text)
             self._stream.flush()
+        except OSError as error:
+            raise TrineError(
+                f"The progress cannot be written to standard output: {error.strerror}."
+            ) from error

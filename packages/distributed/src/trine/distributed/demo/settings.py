@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trine.core import Precision
-from trine.distributed.demo.model import GPTConfig
+from trine.distributed.demo.model import GPT, GPTConfig
 from trine.distributed.fsdp import MixedPrecisionPolicy
 
 __all__ = ["Outcome", "Settings"]
@@ -28,6 +28,7 @@ class Settings:
         seed: of the initial parameters, the windows and the sample.
         batch: windows per rank and step.
         learning_rate: the highest, reached after 40 steps.
+        sample: how many bytes the trained model writes.
         model: the size of the model.
     """
 
@@ -40,6 +41,7 @@ class Settings:
     seed: int
     batch: int = 8
     learning_rate: float = 2e-3
+    sample: int = 240
     model: GPTConfig = field(default_factory=GPTConfig)
 
     @property
@@ -73,6 +75,13 @@ class Settings:
     def checkpoint_folder(self) -> Path:
         """Where the checkpoint goes."""
         return self.out / "checkpoint"
+
+    @property
+    def checkpoint_nbytes(self) -> int:
+        """What the checkpoint holds: every parameter and AdamW's two moments of it, in fp32."""
+        with torch.device("meta"):
+            model = GPT(self.model)
+        return 3 * sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 @dataclass(frozen=True)

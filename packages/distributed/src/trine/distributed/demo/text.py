@@ -85,8 +85,12 @@ def _read(path: Path) -> bytes:
     try:
         if path.is_dir():
             return _read_folder(path, _is_text)
-        with path.open("rb") as file:
-            return file.read(_MOST_BYTES)
+        if path.exists() and not path.is_file():
+            # A pipe could be read once, by one rank; a device may never end.
+            raise ValueError(
+                f"{path} is neither a file nor a folder. Give a file or folder of text."
+            )
+        return _read_file(path, _MOST_BYTES)
     except FileNotFoundError:
         raise ValueError(f"There is no {path}. Give a file or folder of text.") from None
     except OSError as error:
@@ -103,10 +107,18 @@ def _read_folder(
         subfolders[:] = sorted(n for n in subfolders if n not in skip and n[0] != ".")
         for name in sorted(names):
             path = Path(folder, name)
-            if wanted(path) and room > 0:
-                parts.append(path.read_bytes()[:room])
+            if wanted(path):
+                parts.append(_read_file(path, room))
                 room -= len(parts[-1])
+                if room == 0:
+                    return b"".join(parts)
     return b"".join(parts)
+
+
+def _read_file(path: Path, at_most: int) -> bytes:
+    with path.open("rb") as file:
+        # Files that the kernel makes up have no size, and some wait for events when read.
+        return file.read(at_most) if os.fstat(file.fileno()).st_size else b""
 
 
 def _is_python(path: Path) -> bool:
@@ -116,5 +128,4 @@ def _is_python(path: Path) -> bool:
 def _is_text(path: Path) -> bool:
     if path.name.startswith(".") or not path.is_file():
         return False
-    with path.open("rb") as file:
-        return b"\0" not in file.read(8192)
+    return b"\0" not in _read_file(path, 8192)

@@ -16,9 +16,10 @@ from time import perf_counter_ns
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from trine.core import tracing
+from trine.core import TrineError, tracing
 from trine.core.recording import find_recorder
 from trine.distributed.demo.check import Reference
 from trine.distributed.demo.model import GPT, generate, next_byte_loss
@@ -32,7 +33,6 @@ from trine.distributed.process_groups import init_process_group
 __all__ = ["train"]
 
 _PROMPT = b"def "
-_SAMPLE_BYTES = 240
 _WARM_UP = 40
 
 
@@ -106,7 +106,7 @@ def train(settings: Settings) -> Outcome:
             progress.show(step + 1, losses[-1], tokens_per_s)
     progress.close()
 
-    _save(settings.checkpoint_folder, model, optimizer, settings.steps)
+    _save(settings, model, optimizer)
     return Outcome(
         losses=losses,
         reference_losses=reference_losses,
@@ -116,7 +116,7 @@ def train(settings: Settings) -> Outcome:
         sent_nbytes=sent.nbytes,
         peak_nbytes=_peak_nbytes(),
         sample=_PROMPT
-        + generate(model, _PROMPT, _SAMPLE_BYTES, settings.model.context, settings.seed),
+        + generate(model, _PROMPT, settings.sample, settings.model.context, settings.seed),
     )
 
 
@@ -158,7 +158,6 @@ def _traced(folder: Path, rank: int, world_size: int) -> Iterator[SentBytes]:
     recorder = find_recorder()
     recording = None
     if recorder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
         recording = recorder.open(folder, rank=rank, world_size=world_size)
     sinks: list[tracing.TraceSink] = [sent] if recording is None else [sent, recording]
     for sink in sinks:
@@ -172,22 +171,47 @@ def _traced(folder: Path, rank: int, world_size: int) -> Iterator[SentBytes]:
             recording.close()
 
 
-def _save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write each rank's shards beside `folder`, then put them in its place at once."""
+def _save(settings: Settings, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write each rank's shards beside the folder, then put them in its place at once."""
+    folder = settings.checkpoint_folder
     state = {
         "model": model.state_dict(),
         "optimizer": {name: optimizer.state[p] for name, p in model.named_parameters()},
-        "step": step,
+        "step": settings.steps,
     }
     unfinished = folder.with_name(folder.name + ".unfinished")
-    if dist.get_rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    dist.barrier()
-    save(state, checkpoint_id=unfinished)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+    try:
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        dist.barrier()
+        save(state, checkpoint_id=unfinished)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            unfinished.rename(folder)
+    except (CheckpointException, OSError) as error:
+        free = shutil.disk_usage(settings.out).free
+        if dist.get_rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise TrineError(
+            f"The checkpoint cannot be written to {folder}: {_why(error)}. It takes "
+            f"{settings.checkpoint_nbytes / 2**20:.1f} MiB, and {free / 2**20:.1f} MiB were left. "
+            "Make room there, or choose another folder."
+        ) from error
+
+
+def _why(error: BaseException) -> str:
+    """The system's words for an error, which torch passes on wrapped in its own."""
+    causes = [error]
+    if isinstance(error, CheckpointException):
+        causes = [cause for cause, _ in error.failures.values()]
+    for cause in causes:
+        inner: BaseException | None = cause
+        while inner is not None:
+            if isinstance(inner, OSError) and inner.strerror:
+                return inner.strerror
+            inner = inner.__cause__ or inner.__context__
+    return f"torch said {str(causes[0]).splitlines()[0]!r}"
 
 
 def _peak_nbytes() -> int:
