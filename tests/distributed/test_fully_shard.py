@@ -121,6 +121,21 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: flo
             )
 
 
+def compare_steps(
+    model: nn.Module, reference: nn.Module, steps: int, *, lr: float | None = None
+) -> None:
+    """Both compute, on a batch of each step, and take a step of SGD if `lr` says how far."""
+    for step in range(steps):
+        model.zero_grad()
+        reference.zero_grad()
+        backward(loss_of(model, own(batches(step))))
+        mean_backward(reference, batches(step))
+        assert_same_gradients(model, reference)
+        if lr is not None:
+            torch.optim.SGD(model.parameters(), lr).step()
+            torch.optim.SGD(reference.parameters(), lr).step()
+
+
 def assert_same_values(model: nn.Module, reference: nn.Module, tolerance: float = FP32) -> None:
     expected = dict(reference.named_parameters())
     for name, param in model.named_parameters():
@@ -433,16 +448,7 @@ def train_tied() -> None:
     model = copy.deepcopy(reference)
     fully_shard(model.middle)
     fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        backward(loss_of(model, own(batches(step))))
-        mean_backward(reference, batches(step))
-        assert_same_gradients(model, reference)
-        optimizer.step()
-        reference_optimizer.step()
+    compare_steps(model, reference, 3, lr=0.1)
     assert model.head.weight is model.embedding.weight
     assert_same_values(model, reference)
 
@@ -632,12 +638,7 @@ def reuse_a_module() -> None:
     model = copy.deepcopy(reference)
     fully_shard(model.block)
     fully_shard(model)
-    for step in range(2):
-        model.zero_grad()
-        reference.zero_grad()
-        backward(loss_of(model, own(batches(step))))
-        mean_backward(reference, batches(step))
-        assert_same_gradients(model, reference)
+    compare_steps(model, reference, 2)
 
 
 def test_a_module_used_twice_in_one_forward_gets_both_gradients(run_on_ranks: RunOnRanks) -> None:
@@ -678,12 +679,7 @@ def share_an_input() -> None:
     for part in (model.encoder, *model.layers):
         fully_shard(part)
     fully_shard(model)
-    for step in range(2):
-        model.zero_grad()
-        reference.zero_grad()
-        backward(loss_of(model, own(batches(step))))
-        mean_backward(reference, batches(step))
-        assert_same_gradients(model, reference)
+    compare_steps(model, reference, 2)
 
 
 def test_modules_that_share_an_input_reduce_the_right_gradients(run_on_ranks: RunOnRanks) -> None:
@@ -783,12 +779,7 @@ def hide_outputs() -> None:
     model = copy.deepcopy(reference)
     fully_shard(model.block)
     fully_shard(model)
-    for step in range(2):
-        model.zero_grad()
-        reference.zero_grad()
-        backward(loss_of(model, own(batches(step))))
-        mean_backward(reference, batches(step))
-        assert_same_gradients(model, reference)
+    compare_steps(model, reference, 2)
 
 
 def test_outputs_in_which_no_tensor_can_be_found_train_all_the_same(
@@ -1301,16 +1292,7 @@ def start_on_meta() -> None:
             rows = ours.to_local()
             size, rank = -(-theirs.shape[0] // dist.get_world_size()), dist.get_rank()
             rows.copy_(theirs[rank * size : rank * size + rows.shape[0]])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        reference_optimizer.zero_grad()
-        backward(loss_of(model, own(batches(step))))
-        mean_backward(reference, batches(step))
-        assert_same_gradients(model, reference)
-        optimizer.step()
-        reference_optimizer.step()
+    compare_steps(model, reference, 2, lr=0.1)
 
 
 def test_a_model_made_on_meta_is_refused_by_name_and_trains_once_it_has_memory(
