@@ -54,7 +54,19 @@ TORCH = {
     "torch.dtype": ("py:class", "tensor_attributes.html#$"),
     "torch.amp.grad_scaler.GradScaler": ("py:class", "amp.html#torch.amp.GradScaler"),
     "torch.distributed.device_mesh.DeviceMesh": ("py:class", "distributed.html#$"),
+    "torch._C._distributed_c10d.ReduceOp.RedOpType": (
+        "py:class",
+        "distributed.html#torch.distributed.ReduceOp",
+    ),
     "torch.distributed.distributed_c10d.ProcessGroup": ("py:class", "distributed.html#groups"),
+    "torch.distributed.distributed_c10d.Work": (
+        "py:class",
+        "distributed.html#torch.distributed.Work",
+    ),
+    "torch.distributed.tensor.placement_types.Shard": (
+        "py:class",
+        "distributed.tensor.html#$",
+    ),
     "torch.nn.Module": ("py:class", "generated/torch.nn.Module.html#$"),
     "torch.nn.modules.module.Module": (
         "py:class",

@@ -38,7 +38,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is NaN or infinite, instead of scaling by it.
 
     Returns:
-        The norm before clipping: a plain scalar tensor, the same on every rank, at least
+        The norm before clipping, as a plain scalar tensor, the same on every rank, at least
         fp32.
 
     Raises:

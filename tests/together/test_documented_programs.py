@@ -1,0 +1,86 @@
+"""The programs on the pages do what the pages say, copied as a reader copies them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def program(page: str, number: int = 0) -> str:
+    """One of the Python programs that a page shows."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    blocks: list[str] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return blocks[number]
+
+
+def run(folder: Path, code: str, *launcher: str, file: str = "train.py") -> str:
+    """Run a program from a file in `folder`, and return what it prints."""
+    (folder / file).write_text(code, encoding="utf-8")
+    ended = subprocess.run(
+        [sys.executable, *launcher, file],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_script_of_the_tutorial_trains_and_shows_a_row_for_each_block(tmp_path: Path) -> None:
+    script = program("docs/tutorials/shard-your-first-model.md")
+
+    printed = run(tmp_path, script, *TORCHRUN)
+
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    table = printed.partition("\nunit ")[2]
+    assert re.findall(r"^([\w(]\S*) ", table, re.MULTILINE) == [*"0123", "total"]
+    assert sorted(path.name for path in (tmp_path / "trine-run").iterdir()) == [
+        "timeline.json",
+        "trace-rank00000.jsonl",
+        "trace-rank00001.jsonl",
+    ]
+
+
+def test_the_script_of_the_tutorial_also_runs_without_torchrun(tmp_path: Path) -> None:
+    script = program("docs/tutorials/shard-your-first-model.md")
+
+    printed = run(tmp_path, script)
+
+    assert "step 29: loss" in printed
+
+
+def test_the_test_of_the_how_to_guide_passes(tmp_path: Path) -> None:
+    code = program("docs/howto/test-on-several-ranks.md")
+
+    printed = run(tmp_path, code, "-m", "pytest", file="test_mean_over_ranks.py")
+
+    assert "1 passed" in printed
+
+
+def test_the_ranks_of_the_readme_add_up(tmp_path: Path) -> None:
+    code = program("packages/distributed/README.md", 1)
+
+    printed = run(tmp_path, code)
+
+    assert printed == "[3.0, 3.0, 3.0]\n"
+    assert "# [3.0, 3.0, 3.0]" in code
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "packages/distributed/README.md", "packages/tools/README.md"]
+)
+def test_the_example_of_a_readme_runs(page: str, tmp_path: Path) -> None:
+    printed = run(tmp_path, program(page))
+
+    assert printed == ""
