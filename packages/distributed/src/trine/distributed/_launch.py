@@ -22,10 +22,9 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import current_process
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from trine.core import TrineError
+from trine.core import CUDADevice, TrineError
 from trine.distributed._rank_main import (
     STACKS_SIGNAL,
     Assignment,
@@ -88,7 +87,7 @@ class RanksFailed(TrineError):
 def most_ranks(backend: str = "gloo") -> int:
     """How many ranks this machine can run at most, by its cores, memory and, for nccl, GPUs."""
     if backend == dist.Backend.NCCL:
-        return torch.cuda.device_count()  # nccl refuses two ranks on one GPU
+        return CUDADevice.count()  # nccl refuses two ranks on one GPU
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min((os.cpu_count() or 1) * _RANKS_PER_CORE, memory // _MEMORY_PER_RANK))
 
@@ -101,7 +100,7 @@ def check_world_size(world_size: int, backend: str) -> None:
     """
     most = most_ranks(backend)
     if not 1 <= world_size <= most:
-        has = f"{os.cpu_count()} cores, {torch.cuda.device_count()} GPUs"
+        has = f"{os.cpu_count()} cores, {CUDADevice.count()} GPUs"
         raise ValueError(
             f"{world_size} ranks were asked for, but this machine ({has}) can run 1 to {most} with "
             f"{backend}. Ask for a number in between, or spread them over machines with torchrun."

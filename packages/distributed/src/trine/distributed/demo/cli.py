@@ -18,10 +18,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
-from trine.core import Precision, TrineError, get_device
+from trine.core import CUDADevice, Precision, TrineError, get_device
 from trine.core.recording import find_recorder
 from trine.distributed.demo.report import print_report
 from trine.distributed.demo.settings import Outcome, Settings
@@ -122,7 +121,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
     add("--steps", type=int, default=_DEFAULT_STEPS, help="training steps (default: %(default)s)")
     add("--backend", help="gloo, nccl, ... (default: what suits the device)")
     add("--precision", default="fp32", help="fp32, amp_bf16 or bf16 (default: %(default)s)")
-    add("--out", type=_path, default="trine-demo", metavar="DIR", help="(default: %(default)s)")
+    add("--out", type=_path, default="trine-demo", metavar="DIR", help="folder for what it writes (default: %(default)s)")
     add("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     add("--check", action="store_true", help="train the unsharded model too, compare every loss")
     given = parser.parse_args(argv)
@@ -176,7 +175,7 @@ def _ranks(asked: int | None, backend: str) -> int:
             )
         return started
     if asked is None:
-        gpus = torch.cuda.device_count() if backend == dist.Backend.NCCL else _DEFAULT_RANKS
+        gpus = CUDADevice.count() if backend == dist.Backend.NCCL else _DEFAULT_RANKS
         asked = min(_DEFAULT_RANKS, gpus)
     check_world_size(asked, backend)
     return asked

@@ -48,7 +48,7 @@ def print_report(settings: Settings, outcomes: list[Outcome], recorder: Recorder
         print(f"    {''.join(c if c.isprintable() else '·' for c in line)}".rstrip())
     print()
     if recorder is None:
-        _line("timeline", "none was recorded; for one: pip install trine-tools")
+        _line("timeline", "none was recorded; for one, install trine-tools")
     else:
         report = recorder.finish(settings.timeline_folder)
         print()
