@@ -121,7 +121,13 @@ def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
     add("--steps", type=int, default=_DEFAULT_STEPS, help="training steps (default: %(default)s)")
     add("--backend", help="gloo, nccl, ... (default: what suits the device)")
     add("--precision", default="fp32", help="fp32, amp_bf16 or bf16 (default: %(default)s)")
-    add("--out", type=_path, default="trine-demo", metavar="DIR", help="folder for what it writes (default: %(default)s)")
+    add(
+        "--out",
+        type=_path,
+        default="trine-demo",
+        metavar="DIR",
+        help="folder for what it writes (default: %(default)s)",
+    )
     add("--seed", type=int, default=0, help="of parameters and data (default: %(default)s)")
     add("--check", action="store_true", help="train the unsharded model too, compare every loss")
     given = parser.parse_args(argv)
