@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from trine.core import Device, get_device
-from trine.distributed.process_groups import init_process_group
+from trine.distributed.process_groups import BorrowedGroup, init_process_group
 
 __all__ = ["DataParallelMeshDims", "MeshAxes", "init_mesh"]
 
@@ -114,10 +114,8 @@ class MeshAxes:
         dims: names the axes. Parameters are replicated over axes that it does not name.
 
     Attributes:
-        shard_group: the ranks that hold the parts of one copy; None if each holds it whole.
         shard_size: how many.
         shard_rank: which of them this rank is.
-        replicate_group: the ranks that hold the same part; None if there is no other.
         replicate_size: how many.
     """
 
@@ -133,8 +131,10 @@ class MeshAxes:
         else:
             shard_axes = [_axis(mesh, name) for name in dims.shard_names]
             replicate_axes = [_axis(mesh, name) for name in dims.replicate_names]
-        self.shard_group, self.shard_size, self.shard_rank = _group(mesh, shard_axes)
-        self.replicate_group, self.replicate_size, _ = _group(mesh, replicate_axes)
+        shard_group, self.shard_size, self.shard_rank = _group(mesh, shard_axes)
+        replicate_group, self.replicate_size, _ = _group(mesh, replicate_axes)
+        self._shard_group = None if shard_group is None else BorrowedGroup(shard_group)
+        self._replicate_group = None if replicate_group is None else BorrowedGroup(replicate_group)
         self.mesh = mesh
         self._shard_axes = shard_axes
         if len(shard_axes) > 1 or len(replicate_axes) > 1:
@@ -180,6 +180,16 @@ class MeshAxes:
                 groups, mesh.device_type, mesh=plane, mesh_dim_names=names
             )
         self._shard_axes = [len(groups) - 1] if shard_axes else []
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the parts of one copy; None if each holds it whole."""
+        return None if self._shard_group is None else self._shard_group()
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same part; None if there is no other."""
+        return None if self._replicate_group is None else self._replicate_group()
 
     @property
     def device_type(self) -> str:

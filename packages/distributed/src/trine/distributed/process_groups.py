@@ -1,22 +1,31 @@
 """Start and stop this process's default process group, whoever launched the process.
 
 Reads the launcher's environment once, at the border, and says in words what is wrong
-with it. It must not start processes (see `testing`) and must not know about meshes.
+with it, and leaves the world before the interpreter ends. It must not start processes
+(see `testing`) and must not make meshes.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import threading
+import time
+import warnings
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from trine.core import Device, TrineError, get_device
 
 __all__ = [
+    "BorrowedGroup",
     "available_backends",
     "check_backend",
     "destroy_process_group",
@@ -26,6 +35,8 @@ __all__ = [
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ANSWER_S = 1.0  # for a store to answer, beyond the time it may take to appear
+_LET_GO_S = 0.1  # for threads that cannot be joined to drop what they hold
+_LEAVE_S = 2.0  # to leave the world at exit; a launcher stops its ranks within 5 s
 _CPU_BACKENDS = frozenset({"gloo", "mpi"})
 
 
@@ -48,7 +59,9 @@ def init_process_group(
     Under a launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
     (torchrun, `run_on_ranks`) this process becomes one of its ranks. Under a plain
     `python` it becomes the only rank, and no port is opened. Calling it again while a
-    group with the same backend is running changes nothing.
+    group with the same backend is running changes nothing. A program that ends without
+    `destroy_process_group` leaves the world then, within two seconds whatever the other
+    ranks do.
 
     Args:
         backend: the name of a torch backend; None takes the one that suits the device.
@@ -86,13 +99,53 @@ def init_process_group(
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         _join(launch, backend, timeout)
+    _leave_at_exit(os.getpid())
     return found
 
 
 def destroy_process_group() -> None:
-    """Leave the world; without a running group this changes nothing."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leave the world, with all its groups; without a running group this changes nothing.
+
+    Returns when collectives under way are finished and the threads that carried them have
+    ended. Only a group that the program itself still refers to keeps its threads.
+    """
+    if not dist.is_initialized():
+        return
+    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
+    dist.destroy_process_group()
+    _drop_references()
+    if any(group() is not None for group in groups):
+        time.sleep(_LET_GO_S)
+
+
+class BorrowedGroup:
+    """A process group for as long as the world has it: leaving the world ends it.
+
+    Whatever outlives the world, as models do, must hold groups like this. See
+    Note [Threads that outlive the interpreter].
+
+    Args:
+        group: a group of the running world.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._reference = weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup:
+        """The group.
+
+        Raises:
+            TrineError: if it was destroyed.
+        """
+        group = self._reference()
+        if group is None:
+            raise TrineError(
+                "The process group of this model was destroyed. Call destroy_process_group() "
+                "only after the last use of a sharded model, or shard a new one in a new world."
+            )
+        return group
 
 
 def launched() -> bool:
@@ -229,3 +282,57 @@ def _await_the_meeting_point(launch: _Launch, timeout: timedelta) -> None:
         )
     if failures:
         raise failures[0]
+
+
+# Note [Threads that outlive the interpreter]
+#
+# A gloo group runs its collectives in threads of its own. Such a thread tells the waiting
+# rank first and drops the tensors after, which takes the GIL. A program that ends in
+# between loses that race: Python ends any thread that asks a finalizing interpreter for
+# the GIL, C++ forbids that in a destructor, and the process aborts ("terminate called
+# without an active exception"). The threads are joined when the group's last reference
+# goes, and torch's destroy_process_group drops only torch's own. So the engine borrows
+# groups, and destroy_process_group takes them out of meshes. A group that the program keeps
+# in a variable cannot be ended; its idle threads then get time to finish.
+#
+# To drop the last reference waits for collectives under way, that is for other ranks. At
+# exit that could last until the timeout of the collective, half an hour, while a launcher
+# waits for the failed rank's status. Hence the limit, and the thread, which is started
+# early since Python 3.12 starts none at exit.
+
+
+def _drop_references() -> None:
+    """Let go of destroyed groups wherever the program cannot have meant to keep them."""
+    # Programs keep meshes and so do torch's caches, and a mesh refers to its groups.
+    for mesh in [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]:
+        getattr(mesh, "_pg_registry", {}).clear()
+    gc.collect()  # models are cycles
+
+
+@cache
+def _leave_at_exit(process: int) -> None:
+    """Let `process`, this one, leave the world before its interpreter ends."""
+    leaving = threading.Event()
+
+    def leave() -> None:
+        leaving.wait()
+        destroy_process_group()
+        _drop_references()  # of groups that were destroyed by torch's function
+
+    leaver = threading.Thread(target=leave, name="leaves the world", daemon=True)
+    leaver.start()
+
+    def leave_in_time() -> None:
+        if process != os.getpid():  # a fork has no threads, and its world is the parent's
+            return
+        leaving.set()
+        leaver.join(_LEAVE_S)
+        if leaver.is_alive():
+            warnings.warn(
+                f"This process ends while collectives wait for other ranks (for {_LEAVE_S:g} s "
+                "since its program ended). Wait for every collective before the program ends.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+    atexit.register(leave_in_time)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
+from trine.distributed.process_groups import BorrowedGroup
 
 __all__ = [
     "C10dComm",
@@ -100,22 +101,35 @@ class Comm(ABC):
         rank: which of the ranks this one is.
         world_size: how many there are.
         backend: who carries the bytes, for reports.
+        group: the ranks, or None for this one alone; not kept alive.
 
     Attributes:
         averages: whether the backend is asked to divide.
-        group: the ranks, or None for this one alone.
     """
 
     can_average = False
     """Whether the backend can divide before it adds, so that half types do not overflow."""
 
-    def __init__(self, pool: BufferPool, rank: int, world_size: int, backend: str) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        rank: int,
+        world_size: int,
+        backend: str,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.pool = pool
         self.rank = rank
         self.world_size = world_size
         self.backend = backend
         self.averages = False
-        self.group: dist.ProcessGroup | None = None
+        self._borrowed = None if group is None else BorrowedGroup(group)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks, of which this one must not be the only one."""
+        assert self._borrowed is not None
+        return self._borrowed()
 
     def use_pool(self, pool: BufferPool) -> None:
         """Take buffers from `pool` from now on."""
@@ -184,8 +198,7 @@ class GlooComm(Comm):
     """gloo: broadcasts instead of its all-gather, all-to-all and a sum instead of its reduce."""
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        super().__init__(pool, group.rank(), group.size(), "gloo")
-        self.group: dist.ProcessGroup = group
+        super().__init__(pool, group.rank(), group.size(), "gloo", group)
         self._options: list[dist.BroadcastOptions] = []
         for root in range(self.world_size):
             options = dist.BroadcastOptions()
@@ -203,9 +216,10 @@ class GlooComm(Comm):
         aliased = own.data_ptr() == shard.data_ptr()
         works: list[dist.Work | None] = []
         if shard.numel():
+            group = self.group
             for root, options in enumerate(self._options):
                 row = shard if root == self.rank else out[root]
-                works.append(self.group.broadcast([row], options))
+                works.append(group.broadcast([row], options))
         if not aliased:
             own.copy_(shard)  # while the broadcasts run
         return Pending(works)
@@ -254,8 +268,7 @@ class C10dComm(Comm):
     """Any other backend: its own all-gather and reduce-scatter."""
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        super().__init__(pool, group.rank(), group.size(), dist.get_backend(group))
-        self.group: dist.ProcessGroup = group
+        super().__init__(pool, group.rank(), group.size(), dist.get_backend(group), group)
         self.can_average = self.averages = self.backend == "nccl"
 
     def separate(self, made: dict[dist.ProcessGroup, dist.ProcessGroup]) -> Comm:

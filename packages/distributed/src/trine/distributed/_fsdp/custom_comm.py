@@ -83,7 +83,7 @@ class CustomComm(Comm):
         reduce: ReduceScatter | None = None,
     ) -> None:
         super().__init__(inner.pool, inner.rank, inner.world_size, inner.backend)
-        self.group = inner.group
+        self._borrowed = inner._borrowed
         self._gather: AllGather | None = gather
         self._reduce: ReduceScatter | None = reduce
         self._inner: Comm = inner
@@ -125,16 +125,12 @@ class CustomComm(Comm):
         """The user's, or the other Comm's."""
         if self._gather is None:
             return self._inner.all_gather(out, shard)
-        return Pending([self._gather(out.view(-1), shard, self._group(), async_op=True)])
+        return Pending([self._gather(out.view(-1), shard, self.group, async_op=True)])
 
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
         """The user's, or the other Comm's."""
         if self._reduce is None:
             return self._inner.reduce_scatter(rows)
         result = self._reduce.allocate((rows.shape[1],), dtype=rows.dtype, device=rows.device)
-        work = self._reduce(result, rows.view(-1), self._group(), dist.ReduceOp.SUM, async_op=True)
+        work = self._reduce(result, rows.view(-1), self.group, dist.ReduceOp.SUM, async_op=True)
         return SummedElsewhere(Pending([work]), result, rows, 1.0, None)
-
-    def _group(self) -> dist.ProcessGroup:
-        assert self.group is not None
-        return self.group

@@ -27,6 +27,7 @@ from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.torch_internals import chunk_cat
 from trine.distributed._fsdp.transfers import Transfer, Transfers
+from trine.distributed.process_groups import BorrowedGroup
 
 __all__ = ["GradReducer", "ReduceSettings"]
 
@@ -93,7 +94,7 @@ class GradReducer:
         self.comm = comm
         self.settings = settings
         self._params = list(params)
-        self._replicate_group = replicate_group
+        self._replicate_group = None if replicate_group is None else BorrowedGroup(replicate_group)
         self._copies = 1 if replicate_group is None else replicate_group.size()
         self._transfers = transfers
         self._plans: dict[tuple[bool, ...], _Plan] = {}
@@ -172,7 +173,7 @@ class GradReducer:
                 plan.kept = reduction.summed
                 self._reduction = None
                 return True
-            self._start_all_reduce(reduction, self._replicate_group)
+            self._start_all_reduce(reduction, self._replicate_group())
             return False
         assert reduction.all_reduce is not None
         assert reduction.all_reduce_transfer is not None
