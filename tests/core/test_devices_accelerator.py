@@ -121,14 +121,17 @@ def test_streams_and_events_are_torchs_own_of_its_number(log: list[Any]) -> None
     assert stream.use() is stream.raw
 
 
-def test_a_stream_holds_the_memory_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_holds_the_memory_of_a_tensor_of_its_kind_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     held: list[tuple[Tensor, object]] = []
     monkeypatch.setattr(Tensor, "record_stream", lambda *args: held.append(args))
-    tensor, raw = torch.ones(1), object()
+    tensor, raw = torch.ones(1, device="meta"), SimpleNamespace(device=torch.device("meta"))
 
     AcceleratorStream(raw).hold(tensor)
+    AcceleratorStream(raw).hold(torch.ones(1))  # torch cannot: it would raise
 
-    assert held == [(tensor, raw)]
+    assert [(one is tensor, stream is raw) for one, stream in held] == [(True, True)]
 
 
 @pytest.mark.usefixtures("accelerator")

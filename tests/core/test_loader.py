@@ -526,7 +526,32 @@ def test_on_an_accelerator_batches_move_on_a_side_stream_that_the_loop_waits_for
     (batch,) = device.dataloader_to_device([{"x": torch.tensor(1.0)}])
 
     assert batch["x"].item() == 1.0
-    assert device.log == ["work on side", "side marks", "main waits", ("main holds", 1.0)]
+    assert device.log[-4:] == ["work on side", "side marks", "main waits", ("main holds", 1.0)]
+
+
+def test_the_side_stream_waits_for_the_stream_a_batch_was_made_on_and_holds_its_memory() -> None:
+    device = Accelerator()
+
+    handed = values(device.dataloader_to_device([torch.tensor(1.0)], plus_hundred))
+
+    assert handed == [101.0]
+    assert device.log[:4] == ["main marks", "side waits", ("side holds", 1.0), "work on side"]
+    assert device.log[-1] == ("main holds", 101.0)
+
+
+def test_each_batch_waits_for_what_was_queued_when_it_was_taken() -> None:
+    device = Accelerator()
+
+    class OnTheDevice:
+        def __iter__(self) -> Iterator[Tensor]:
+            for number in range(3):
+                device.log.append(f"made {number}")
+                yield torch.tensor(float(number))
+
+    list(device.dataloader_to_device(OnTheDevice()))
+
+    on_main = [line for line in device.log if line == "main marks" or str(line)[:4] == "made"]
+    assert on_main == ["made 0", "main marks", "made 1", "main marks", "made 2", "main marks"]
 
 
 def test_tensors_inside_objects_that_move_themselves_are_held_too() -> None:

@@ -70,8 +70,12 @@ class AcceleratorStream:
         return AcceleratorEvent(self.raw.record_event())
 
     def hold(self, tensor: Tensor) -> None:
-        """Let nobody have the memory of `tensor` before the work queued here is done."""
-        tensor.record_stream(self.raw)
+        """Let nobody have the memory of `tensor` before the work queued here is done.
+
+        Memory of the host, or of another kind of device, is none that a stream gives away.
+        """
+        if tensor.device.type == self.raw.device.type:
+            tensor.record_stream(self.raw)
 
     def synchronize(self) -> None:
         """Block the calling thread until all work here is done."""

@@ -100,10 +100,21 @@ class _Preparation:
         self._prefetch_fn = prefetch_fn
         self._stream: Stream | None = None
 
-    def __call__(self, batch: Any, grad: bool, inference: bool) -> tuple[Any, Event]:
+    def mark(self) -> Event | None:
+        """What the calling thread's stream has to do before a batch of its making is whole."""
+        return self._device.current_stream().record_event() if self._device.is_async else None
+
+    def __call__(
+        self, batch: Any, made: Event | None, grad: bool, inference: bool
+    ) -> tuple[Any, Event]:
         """The batch, and the event after which it may be used."""
         if self._stream is None:
             self._stream = self._device.stream()
+        # A loader may give batches that are on the device already: not written yet, and
+        # their memory is the other stream's to give away once nobody refers to them.
+        if made is not None:
+            self._stream.wait_event(made)
+            _hold(batch, self._stream)
         # These belong to the thread, and the one that asked is another.
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), self._stream.use():
             if self._device.pins_memory:
@@ -172,8 +183,9 @@ class _PrefetchIterator(Iterator[Any]):
         except Exception as error:
             self._ahead.append(error)
             return False
+        made = self._prepare.mark()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._ahead.append(self._thread.submit(self._prepare, batch, grad, inference))
+        self._ahead.append(self._thread.submit(self._prepare, batch, made, grad, inference))
         return True
 
     def close(self) -> None:
