@@ -175,20 +175,46 @@ def test_findings_keep_the_order_in_which_they_are_made(quick: Callable[..., Non
     assert doctor.examine().checks == (ABSENT, ERROR, WARNING, OK)
 
 
-def test_a_look_that_raises_is_a_warning_and_the_examination_goes_on(
+def broken() -> Iterator[Check]:
+    yield OK
+    raise OSError("no such file")
+
+
+def test_a_look_that_raises_is_a_finding_and_the_examination_goes_on(
     quick: Callable[..., None],
 ) -> None:
-    def broken() -> Iterator[Check]:
-        yield OK
-        raise OSError("no such file")
-
     quick(world=broken(), memory=[ABSENT])
 
     first, failed, last = doctor.examine().checks
     assert (first, last) == (OK, ABSENT)
-    assert (failed.name, failed.status) == ("world", "warning")
+    assert failed.name == "world"
     assert failed.summary == "could not be examined: OSError: no such file"
     assert "report" in failed.mend
+
+
+@pytest.mark.parametrize(
+    ("look", "status"),
+    [
+        *((name, "error") for name in ("python", "torch", "packages", "devices")),
+        *((name, "error") for name in ("nccl", "gloo", "world", "memory")),
+        *((name, "warning") for name in ("mpi", "cores")),
+    ],
+)
+def test_what_training_needs_does_not_pass_unexamined(
+    quick: Callable[..., None], look: str, status: str
+) -> None:
+    quick(**{look: broken()})
+
+    diagnosis = doctor.examine()
+
+    assert [check.status for check in diagnosis.checks] == ["ok", status]
+    assert diagnosis.can_start == (status == "warning")
+
+
+def test_gloo_may_pass_unexamined_where_nccl_works(quick: Callable[..., None]) -> None:
+    quick(nccl=[Check("nccl", "ok", "works")], gloo=broken())
+
+    assert [check.status for check in doctor.examine().checks] == ["ok", "ok", "warning"]
 
 
 @pytest.mark.parametrize(
@@ -287,6 +313,21 @@ def test_the_real_doctor_finds_gloo_working_and_leaves_neither_process_nor_file(
     assert said["can_start"] == (ended.returncode == 0) == ("error" not in status.values())
     assert processes(mark) == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_reader_who_has_seen_enough_is_no_verdict_and_no_traceback(
+    options: tuple[str, ...],
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    with os.fdopen(writer) as output:
+        ended = subprocess.run(
+            command(*options), stdout=output, stderr=subprocess.PIPE, text=True, timeout=110
+        )
+
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 @needs_proc

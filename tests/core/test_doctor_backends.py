@@ -95,6 +95,28 @@ def test_gloo_that_is_not_built_in_is_not_tried(monkeypatch: pytest.MonkeyPatch)
     assert (check.status, check.summary) == ("error", "this torch was built without gloo")
 
 
+@pytest.mark.parametrize(("needed", "status"), [(True, "error"), (False, "warning")])
+@pytest.mark.parametrize(
+    "error",
+    [dist.DistNetworkError("no route\nframe of C++"), OSError(24, "Too many open files")],
+    ids=["no loopback", "no process"],
+)
+def test_gloo_whose_processes_cannot_even_be_started_has_failed(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, needed: bool, status: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(dist, "TCPStore", refuse)
+
+    check = one(check_gloo(7.0, needed=needed))
+
+    assert check.status == status
+    assert check.summary.endswith(str(error).partition("\n")[0])
+    assert "loopback" in check.mend
+    assert "ulimit" in check.mend
+
+
 def test_a_wrong_network_interface_is_found_by_the_real_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -43,13 +43,25 @@ def check_gloo(limit_s: float, *, needed: bool = True) -> Iterator[Check]:
             "Install an official build: pip install torch.",
         )
         return
-    ended = _all_reduce("gloo", 2, limit_s)
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    try:
+        ended = _all_reduce("gloo", 2, limit_s)
+    except (RuntimeError, OSError) as error:  # torch's own network errors are RuntimeErrors
+        yield Check(
+            "gloo",
+            "error" if needed else "warning",
+            f"two processes of this machine could not even start to meet: {_in_a_line(error)}",
+            "They meet on 127.0.0.1: see that the loopback interface is there and up (`ip link "
+            f"set lo up`; this machine has {names or 'no interface'}), and that the limits on "
+            "open files and processes (`ulimit -n -u`) leave room for two more.",
+            {"error": repr(error)},
+        )
+        return
     if all(each.succeeded for each in ended):
         resolved = not any("Unable to resolve hostname" in each.errors for each in ended)
         where = "" if resolved else ", on the loopback: this machine's name does not resolve"
         yield _works("gloo", ended, where)
         return
-    names = ", ".join(name for _, name in socket.if_nameindex())
     yield Check(
         "gloo",
         "error" if needed else "warning",
@@ -197,6 +209,11 @@ def _first_reason(ended: list[Ended]) -> str:
     """Of the process that failed by itself, if one did."""
     failed = [each for each in ended if not each.succeeded]
     return min(failed, key=lambda each: each.how != "exited").reason
+
+
+def _in_a_line(error: Exception) -> str:
+    """What it says, without the frames of C++ that torch puts below."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _details(ended: list[Ended]) -> dict[str, object]:
