@@ -251,6 +251,32 @@ def test_an_evaluator_works_alone_and_sets_up_once() -> None:
     assert part == {"val/loss": pytest.approx(losses[0])}
 
 
+def test_every_evaluation_is_in_evaluation_mode_and_leaves_the_mode_as_it_was() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.frozen = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.frozen(self.norm(x)).sum()}
+
+    model = to(Normed(), "cpu")
+    runtime = runtime_of(model)
+    assert runtime is not None
+    evaluator = Evaluator(Handler(Logic(), runtime, {}), model)
+    modes = []
+
+    for _ in range(2):
+        model.train()
+        model.frozen.eval()
+        evaluator.run([{"x": torch.tensor([[1.0, 2.0], [3.0, 5.0]])}])
+        modes.append((model.training, model.norm.training, model.frozen.training))
+
+    assert modes == [(True, True, False)] * 2
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.tolist() == [0, 0]
+
+
 def test_an_evaluation_computes_no_gradients_and_trains_none_afterwards() -> None:
     seen: list[bool] = []
 

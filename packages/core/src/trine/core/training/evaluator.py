@@ -53,6 +53,8 @@ class Evaluator:
     def run(self, loader: Iterable[Any], *, eval_len: int | None = None) -> dict[str, float]:
         """Evaluate, and average what was reported.
 
+        The models are in evaluation mode meanwhile, and afterwards in the mode they were in.
+
         Args:
             loader: batches.
             eval_len: how many of them; by default all.
@@ -61,8 +63,23 @@ class Evaluator:
             The mean of each reported value over this rank's batches, each batch counting
             the same.
         """
-        if not self._is_set_up:
-            self.setup(loader)
+        modes = [
+            (model, [(module, module.training) for module in model.modules()])
+            for model in self.models.values()
+        ]
+        try:
+            if not self._is_set_up:
+                self.setup(loader)
+            for model in self.models.values():
+                model.eval()
+            return self._run(loader, eval_len)
+        finally:
+            for model, before in modes:
+                model.train(before[0][1])  # a module may do more than remember the mode
+                for module, training in before:
+                    module.training = training
+
+    def _run(self, loader: Iterable[Any], eval_len: int | None) -> dict[str, float]:
         self._pending.clear()
         self._values.clear()
         total = eval_len if eval_len is not None else _length(loader)
