@@ -121,6 +121,46 @@ def test_rank_zero_is_who_the_process_group_or_the_environment_says(
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("rank", ["", " ", "none"])
+def test_a_rank_that_is_no_number_does_not_stop_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+
+    trainer(max_epochs=1, progress_bar=True).run([{"x": torch.ones(())}])
+
+    assert "epoch 1/1  1/1" in capsys.readouterr().err
+
+
+class Broken(io.StringIO):
+    """A pipe that nobody reads any more."""
+
+    writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        raise BrokenPipeError
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stream", [None, Broken(), closed()])
+def test_a_run_goes_on_when_its_standard_error_does_not(
+    monkeypatch: pytest.MonkeyPatch, stream: Any
+) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    running = trainer(max_epochs=2, progress_bar=True)
+
+    running.run([{"x": torch.ones(())}] * 2)
+
+    assert running.iteration == 4
+    assert getattr(stream, "writes", 1) == 1  # and it is not tried again
+
+
 def trainer(**arguments: Any) -> Trainer:
     class Scale(nn.Module):
         def __init__(self) -> None:
