@@ -554,6 +554,49 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(stop: int) -> None:
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6, 7, 8])
+def test_a_run_resumed_within_an_accumulation_window_is_the_uninterrupted_one(stop: int) -> None:
+    def accumulating(**arguments: Any) -> tuple[Trainer, Line]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        options = {"gradient_accumulation_steps": 3, "grad_scaler": scaler}
+        return make(Logic(options=options), max_epochs=2, **arguments)
+
+    whole, expected = accumulating()
+    whole.run(data(5))
+    first, _ = accumulating(max_iterations=stop)
+    first.run(data(5))
+
+    between, _ = accumulating()  # takes the state and gives it on without a step
+    between.load_state_dict(saved(first))
+    second, model = accumulating()
+    second.load_state_dict(saved(between))
+    second.run(data(5))
+
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+def test_a_state_from_within_a_window_of_another_length_is_refused() -> None:
+    first, _ = make(Logic(options={"gradient_accumulation_steps": 3}), max_iterations=2)
+    first.run(data(5))
+    second, _ = make(Logic(options={"gradient_accumulation_steps": 2}), max_iterations=4)
+
+    with pytest.raises(ValueError, match=r"2 batches into a window of 3, .*steps=2"):
+        second.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(("batches", "length", "steps"), [(3, 6, [1, 3, 5]), (7, 3, [1, 2])])
+def test_windows_end_with_the_trainers_epoch_and_not_with_the_loader(
+    batches: int, length: int, steps: list[int]
+) -> None:
+    trainer, _ = make(Logic(options={"gradient_accumulation_steps": 2}), max_epochs=2)
+    stepped: list[int] = []
+    trainer.optimizers["main"].register_step_post_hook(lambda *_: stepped.append(trainer.iteration))
+
+    trainer.run(data(batches), train_len=length)
+
+    assert stepped == steps + [length + each for each in steps]
+
+
 def test_a_checkpoint_taken_by_an_extension_resumes_at_the_next_epoch() -> None:
     trainer, _ = make(max_epochs=1)
     states: list[Any] = []

@@ -74,6 +74,8 @@ class Handler(BaseHandler):
         """Tell the runtimes, then the logic."""
         for _, module, runtime in self._serving(trainer.models):
             runtime.train_epoch_begin(module)
+        # Not every loop has a number; the logic may ask the loader then.
+        self._logic.epoch_length = getattr(trainer, "iterations_per_epoch", None)
         self._logic.train_epoch_begin(trainer.models, trainer.epoch, loader)
 
     def train_step(

@@ -32,6 +32,9 @@ class BaseLogic:
         options: given to `consume_options` as a copy.
     """
 
+    epoch_length: int | None = None
+    """Steps of an epoch, or None where the loop does not say; set before `train_epoch_begin`."""
+
     def __init__(self, options: dict[str, Any] | None = None) -> None:
         self.consume_options(dict(options or {}))
 
@@ -139,9 +142,10 @@ class Logic(SingleModelLogic):
               `torch.autocast`, of which `device_type` may be left out. Default False.
             * `grad_scaler` (`torch.amp.GradScaler`): scales the losses and steps.
             * `gradient_accumulation_steps` (int): step once for so many batches, with
-              the mean of their gradients. Where the loader has a length, the last
-              batches of an epoch make a shorter window with the mean over themselves;
-              where it has none, the window goes on in the next epoch. Default 1.
+              the mean of their gradients. Where an epoch's length is known (from the
+              loop, or else the loader), its last batches make a shorter window with the
+              mean over themselves; where it is not, the window goes on in the next
+              epoch. A state saved within a window holds its gradients. Default 1.
 
     Raises:
         TypeError: if the scaler is none.
@@ -154,7 +158,9 @@ class Logic(SingleModelLogic):
         self._autocast_option: steps.AutocastOption = False
         self._grad_scaler: steps.GradScalerLike | None = None
         self._window = 1
-        self._accumulated = 0
+        self._accumulated = 0  # batches of the open window
+        self._accumulating: torch.optim.Optimizer | None = None  # with their gradients
+        self._restored: list[Tensor | None] | None = None  # gradients for the next step
         self._epoch_length: int | None = None
         super().__init__(model_name, options)
 
@@ -179,6 +185,9 @@ class Logic(SingleModelLogic):
     def train_epoch_begin(self, models: Models, epoch: int, loader: Iterable[Any]) -> None:
         """Put the model into training mode, and tell a distributed sampler the epoch."""
         super().train_epoch_begin(models, epoch, loader)
+        if self.epoch_length is not None:  # may differ from the loader's
+            self._epoch_length = self.epoch_length
+            return
         try:
             self._epoch_length = len(loader)  # type: ignore[arg-type]  # asking is the point
         except (TypeError, NotImplementedError):
@@ -187,8 +196,13 @@ class Logic(SingleModelLogic):
     def train_step(self, models: Models, optimizers: Optimizers, batch_idx: int, batch: Any) -> Any:
         """Clear gradients where a window begins, compute outputs, and differentiate."""
         model = models[self.model_name]
+        optimizer = optimizers[self.model_name]
         if self._accumulated == 0:
-            optimizers[self.model_name].zero_grad()
+            optimizer.zero_grad()
+        elif self._restored is not None:
+            _set_gradients(optimizer, self._restored)
+        self._restored = None
+        self._accumulating = optimizer
         with span("forward", category="compute"), self._autocast(model):
             outputs = self._forward(model, batch)
         with span("backward", category="compute"):
@@ -204,7 +218,7 @@ class Logic(SingleModelLogic):
             if batch_idx + 1 != self._epoch_length:
                 return
             _multiply_gradients(optimizer, self._window / self._accumulated)
-        self._accumulated = 0
+        self._accumulated, self._accumulating = 0, None
         with span("optimizer", category="compute"):
             if self._grad_scaler is None:
                 optimizer.step()
@@ -219,15 +233,39 @@ class Logic(SingleModelLogic):
             return self._forward(model, batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the gradient scaler, if there is one that has any."""
+        """The state of the gradient scaler, and within a window what it accumulated."""
         scaler: Any = self._grad_scaler
-        return {"grad_scaler": scaler.state_dict()} if hasattr(scaler, "state_dict") else {}
+        state = {"grad_scaler": scaler.state_dict()} if hasattr(scaler, "state_dict") else {}
+        if self._accumulated:
+            gradients = self._restored
+            if gradients is None and self._accumulating is not None:
+                gradients = [parameter.grad for parameter in _parameters(self._accumulating)]
+            state["accumulation"] = {
+                "window": self._window,
+                "batches": self._accumulated,
+                "gradients": gradients,
+            }
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: if it was saved within a window of another length.
+        """
+        accumulation = state_dict.get("accumulation", {"batches": 0, "gradients": None})
+        if accumulation["batches"] and accumulation["window"] != self._window:
+            raise ValueError(
+                f"The state was saved {accumulation['batches']} batches into a window of "
+                f"{accumulation['window']}, and this logic has gradient_accumulation_steps="
+                f"{self._window}. Go on with the former number, or from a state saved where a "
+                "window ends."
+            )
         scaler: Any = self._grad_scaler
         if "grad_scaler" in state_dict and hasattr(scaler, "load_state_dict"):
             scaler.load_state_dict(state_dict["grad_scaler"])
+        self._accumulated = accumulation["batches"]
+        self._restored = accumulation["gradients"]
 
     def _autocast(self, model: nn.Module) -> AbstractContextManager[object]:
         return steps.autocast_context(self._autocast_option, _device_type(model))
@@ -281,8 +319,22 @@ def _device_type(model: nn.Module) -> str:
     return "cpu" if parameter is None else parameter.device.type
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _multiply_gradients(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+    for parameter in _parameters(optimizer):
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def _set_gradients(optimizer: torch.optim.Optimizer, gradients: list[Tensor | None]) -> None:
+    parameters = _parameters(optimizer)
+    if len(parameters) != len(gradients):
+        raise ValueError(
+            f"The state holds the gradients of {len(gradients)} parameters, and the optimizer "
+            f"has {len(parameters)}."
+        )
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
