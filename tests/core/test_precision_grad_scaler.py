@@ -236,11 +236,61 @@ def overflow_in_one_shard(rank: int) -> None:
     assert gather(scaler.get_scale()) == [4.0, 4.0]
 
 
+def a_rank_without_gradients_of_its_shards(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (2,))
+
+    def shards(value: float) -> DTensor:
+        return DTensor.from_local(torch.full((2,), value), mesh, [Shard(0)], run_check=False)
+
+    param = nn.Parameter(shards(1.0))
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    scaler = a_scaler()
+    collectives = []
+    for factor in (float("inf"), 3.0):
+        scaler.scale(torch.ones(()))
+        param.grad = shards(factor * scaler.get_scale()) if rank == 0 else None
+        with CommDebugMode() as seen:  # type: ignore[no-untyped-call]  # torch's
+            scaler.step(optimizer)
+        collectives.append(seen.get_total_counts())
+        scaler.update()
+
+    assert isinstance(param.data, DTensor)
+    assert gather(param.data.to_local()[0].item()) == [-0.5, 1.0]
+    assert gather(scaler.get_scale()) == [4.0, 4.0]
+    assert collectives == [1, 1]
+
+
+def a_rank_without_gradients_under_a_fused_optimizer(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
+    optimizer = torch.optim.Adam([param], lr=0.5, fused=True)
+    scaler = a_scaler()
+    scaler.scale(torch.ones(()))
+    if rank == 0:
+        inf = torch.full((1,), float("inf"))
+        param.grad = DTensor.from_local(inf, mesh, [Shard(0)], run_check=False)
+    scaler.step(optimizer)
+    scaler.update()
+
+    assert isinstance(param.data, DTensor)
+    assert gather(param.data.to_local().item()) == [1.0, 1.0]
+    assert gather(scaler.get_scale()) == [4.0, 4.0]
+
+
 BODIES = [
     overflow_on_one_rank_of_a_group,
     overflow_under_a_fused_optimizer,
     a_rank_without_gradients,
     overflow_in_one_shard,
+    a_rank_without_gradients_of_its_shards,
+    a_rank_without_gradients_under_a_fused_optimizer,
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,13 +19,14 @@ class GradScaler(torch.amp.GradScaler):
     A rank sees the gradients of its own shards. If one of them overflowed, each rank has
     to skip the step and lower the scale, or the ranks train different models from there
     on. Whenever gradients are unscaled, the ranks therefore take the maximum of what they
-    found: one all-reduce of one number, which every rank has to join.
+    found: one all-reduce of one number, which every rank joins, with or without gradients.
 
     Args:
         device_type: where the scale lives.
         init_scale: the first factor of the loss.
-        process_group: the ranks that agree. None: all of them for an optimizer with
-            sharded parameters (DTensors), this rank alone for any other.
+        process_group: the ranks that agree; among them has to be every rank that holds a
+            shard. None: all ranks for an optimizer with sharded parameters (DTensors),
+            this rank alone for any other.
         half_gradients: whether gradients may be in fp16, because parameters are.
     """
 
@@ -45,10 +47,12 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        sharded = _is_sharded(optimizer)
+        grads = cast(Optimizer, _OfThisRank(optimizer)) if sharded else optimizer
         found = super()._unscale_grads_(
-            optimizer, inv_scale, found_inf, allow_fp16 or self._half_gradients
+            grads, inv_scale, found_inf, allow_fp16 or self._half_gradients
         )
-        if self._process_group is None and not _is_sharded(optimizer):
+        if self._process_group is None and not sharded:
             return found
         # A rank may have found nothing because it had no gradient at all. It joins with
         # what it was given, and has a verdict to step by afterwards.
@@ -56,6 +60,31 @@ class GradScaler(torch.amp.GradScaler):
         verdict = torch.stack([one.to(found_inf.device) for one in verdicts]).amax()
         dist.all_reduce(verdict, dist.ReduceOp.MAX, group=self._process_group)
         return {device: verdict.to(device) for device in found} or {verdict.device: verdict}
+
+
+class _OfThisRank:
+    """An optimizer as `_unscale_grads_` sees it, with this rank's part of each DTensor.
+
+    Given DTensors themselves, torch reduces over their mesh while it looks, and a rank that
+    has no gradient to look at would not be there.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        self.param_groups = [{"params": [_local(param) for param in params]}]
+
+
+def _local(param: Tensor) -> Tensor:
+    """A tensor whose gradient shares memory with this rank's part of the parameter's."""
+    grad = param.grad
+    to_local = getattr(grad, "to_local", None)
+    if grad is None or to_local is None:
+        return param
+    with torch.no_grad():
+        part: Tensor = to_local()
+        stand_in = part.detach()
+        stand_in.grad = part
+    return stand_in
 
 
 def _is_sharded(optimizer: Optimizer) -> bool:
