@@ -152,6 +152,69 @@ def test_a_kind_that_is_taken_is_refused() -> None:
     assert type(get_device("cpu")) is CPUDevice
 
 
+@pytest.mark.usefixtures("_clean_registry")
+@pytest.mark.parametrize("kind", ["NPU", "npu:0", " npu", "", "gpu", "auto"])
+def test_a_kind_that_could_never_be_asked_for_is_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"can be no kind of device: expected a name in lower"):
+        register_device(kind, TinyDevice)
+
+
+@pytest.mark.usefixtures("_clean_registry")
+@pytest.mark.parametrize(
+    ("kind", "factory", "given"), [(7, TinyDevice, "got 7"), ("tiny", "TinyDevice", "got 'TinyD")]
+)
+def test_a_kind_or_a_factory_of_the_wrong_type_is_refused(
+    kind: Any, factory: Any, given: str
+) -> None:
+    with pytest.raises(TypeError, match=given):
+        register_device(kind, factory)
+
+
+class UnmadeDevice(MPSDevice):
+    def __init__(self, index: int | None = None) -> None:
+        pass  # forgets to call the constructor of Device
+
+
+class UnequalDevice(TinyDevice):
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("cannot be compared")
+
+
+@pytest.mark.usefixtures("_clean_registry")
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda _: None, r"'broken' .* returned None\. It has to return a Device"),
+        (lambda _: torch.device("cpu"), r"returned device\(type='cpu'\)"),
+        (UnmadeDevice, r"UnmadeDevice, .* 'broken', has no torch_device"),
+    ],
+)
+def test_what_makes_no_device_is_refused_by_name_and_spoils_no_list(
+    factory: Any, message: str
+) -> None:
+    before = list_devices()
+    register_device("broken", factory)
+
+    with pytest.raises(TrineError, match=message):
+        get_device("broken")
+    assert list_devices() == before
+    with pytest.raises(ValueError, match=r"'tpu'\. This machine has: cpu.* Known kinds: broken,"):
+        get_device("tpu")
+
+
+@pytest.mark.usefixtures("_clean_registry")
+@pytest.mark.parametrize("raised", [OSError("no driver"), SystemExit(1)])
+def test_a_factory_that_fails_spoils_no_list(raised: BaseException) -> None:
+    def fail(_: int | None) -> Any:
+        raise raised
+
+    before = list_devices()
+    register_device("failing", fail)
+    register_device("unequal", UnequalDevice)
+
+    assert list_devices() == before
+
+
 # Kinds that other packages bring.
 
 
@@ -221,6 +284,26 @@ def test_a_package_that_cannot_be_loaded_is_named_only_when_its_kind_is_asked_fo
     with pytest.raises(TrineError, match=r"'warp' are brought by package-of-Device.*No module"):
         get_device("warp")
     assert CPUDevice() in list_devices()
+    with pytest.raises(ValueError, match=r"Known kinds: cpu, cuda, mps, warp, xpu\."):
+        get_device("woof")
+
+
+def test_what_a_package_brings_must_be_something_that_makes_devices(
+    plugins: list[EntryPoint],
+) -> None:
+    plugins.append(a_plugin("warp", f"{HERE}:HERE"))
+
+    with pytest.raises(TrineError, match=r"'warp' are brought by package-of-HERE, whose entry p"):
+        get_device("warp")
+    assert CPUDevice() in list_devices()
+
+
+def test_a_package_may_write_its_kind_in_capitals_but_not_with_an_index(
+    plugins: list[EntryPoint],
+) -> None:
+    plugins += [a_plugin(name, f"{HERE}:WarpDevice") for name in ("Warp", "warp:1")]
+
+    assert type(get_device("Warp:0")) is WarpDevice
     with pytest.raises(ValueError, match=r"Known kinds: cpu, cuda, mps, warp, xpu\."):
         get_device("woof")
 

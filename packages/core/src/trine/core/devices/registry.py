@@ -8,7 +8,7 @@ the machine are listed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
@@ -42,19 +42,35 @@ _factories: dict[str, DeviceFactory] = {
     "mps": MPSDevice,
 }
 _own = tuple(_factories)
+_SEARCHES = ("auto", "gpu")  # what `get_device` takes for a search, not for a kind
 
 
 def register_device(kind: str, factory: DeviceFactory) -> None:
     """Let `get_device` make devices of another kind.
 
     Args:
-        kind: the name before the colon, as in `torch.device(...).type`.
+        kind: the name before the colon, as in `torch.device(...).type`: in lower case, since
+            `get_device` takes "NPU" for "npu".
         factory: called with the index after the colon, or None; raises ValueError, saying
             what was asked for, where this machine has no such device.
 
     Raises:
-        ValueError: if the kind is taken.
+        ValueError: if the kind is taken, or is a name that `get_device` would never look up.
+        TypeError: if the kind is no string, or the factory cannot be called.
     """
+    given: object = kind
+    if not isinstance(given, str):
+        raise TypeError(f"A kind of device is a string such as 'npu', got {given!r}.")
+    if not _can_be_asked_for(kind):
+        raise ValueError(
+            f"{kind!r} can be no kind of device: expected a name in lower case, without a colon "
+            f"or blanks around it, and neither of {', '.join(_SEARCHES)}."
+        )
+    if not callable(factory):
+        raise TypeError(
+            f"A factory is called with an index or None and returns a Device, got {factory!r}. "
+            "Register the class, or a function."
+        )
     if kind in _factories:
         raise ValueError(f"A device of kind {kind!r} is registered already.")
     _factories[kind] = factory
@@ -73,7 +89,8 @@ def get_device(spec: str | torch.device | Device = "auto") -> Device:
         ValueError: if the kind is unknown or this machine has no such device; the
             message lists what there is.
         TypeError: if `spec` is none of these.
-        TrineError: if the package that brings the kind cannot be loaded.
+        TrineError: if the package that brings the kind cannot be loaded, or what makes its
+            devices made something else.
     """
     if isinstance(spec, Device):
         return spec
@@ -113,12 +130,14 @@ def list_devices() -> list[Device]:
         found += [AcceleratorDevice(kind, i) for i in range(AcceleratorDevice.count(kind))]
     for kind in sorted({*_factories, *_brought()} - set(_own)):
         try:
-            found.append(_factory(kind)(None))
-        except Exception:
+            device = _made(kind, None)
+            if device not in found:
+                found.append(device)
+        except (Exception, SystemExit):
             # A list of what works is no place to fail for what does not; asking for the
             # kind by name says why.
             continue
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _auto() -> Device:
@@ -136,27 +155,50 @@ def _make(kind: str, index: int | None, asked: str) -> Device:
         if AcceleratorDevice.count(kind):
             return AcceleratorDevice(kind, index)
         raise ValueError(f"Unknown device {asked!r}. {_what_there_is()}")
-    factory = _factory(kind)
     try:
-        return factory(index)
+        return _made(kind, index)
     except ValueError as error:
         raise ValueError(f"{error} {_what_there_is()}") from error
 
 
-def _brought() -> dict[str, list[str]]:
-    """The kinds that other packages bring, and the packages that bring each."""
-    brought: dict[str, list[str]] = {}
+def _made(kind: str, index: int | None) -> Device:
+    """What the kind's factory makes, if it is a device."""
+    factory = _factory(kind)
+    device: object = factory(index)
+    if not isinstance(device, Device):
+        raise TrineError(
+            f"What makes devices of kind {kind!r} ({factory!r}) returned {device!r}. It has to "
+            "return a Device, or raise ValueError where this machine has no such device."
+        )
+    if not isinstance(getattr(device, "torch_device", None), torch.device):
+        raise TrineError(
+            f"{type(device).__name__}, a device of kind {kind!r}, has no torch_device. Its "
+            "constructor has to call that of Device."
+        )
+    return device
+
+
+def _can_be_asked_for(kind: str) -> bool:
+    return kind == kind.strip().lower() and ":" not in kind and kind not in ("", *_SEARCHES)
+
+
+def _brought() -> dict[str, list[EntryPoint]]:
+    """The kinds that other packages bring, and what each of them is made by."""
+    brought: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        package = point.dist.name if point.dist is not None else "an unknown package"
-        brought.setdefault(point.name, []).append(package)
+        kind = point.name.lower()  # as a specification is read
+        if _can_be_asked_for(kind):
+            brought.setdefault(kind, []).append(point)
     return brought
 
 
 def _factory(kind: str) -> DeviceFactory:
     if kind in _factories:
         return _factories[kind]
-    (point, *others) = entry_points(group=ENTRY_POINT_GROUP, name=kind)
-    packages = " and ".join(_brought()[kind])
+    (point, *others) = points = _brought()[kind]
+    packages = " and ".join(
+        (each.dist is not None and each.dist.name) or "an unknown package" for each in points
+    )
     if others:
         raise TrineError(
             f"Devices of kind {kind!r} are brought by {packages}. Uninstall all but one of "
@@ -164,11 +206,16 @@ def _factory(kind: str) -> DeviceFactory:
         )
     try:
         factory: DeviceFactory = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TrineError(
             f"Devices of kind {kind!r} are brought by {packages}, which cannot be loaded: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if not callable(factory):
+        raise TrineError(
+            f"Devices of kind {kind!r} are brought by {packages}, whose entry point "
+            f"{point.value!r} names {factory!r}. It has to name a Device class or a function."
+        )
     return factory
 
 
