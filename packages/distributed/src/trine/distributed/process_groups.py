@@ -109,13 +109,8 @@ def destroy_process_group() -> None:
     Returns when collectives under way are finished and the threads that carried them have
     ended. Only a group that the program itself still refers to keeps its threads.
     """
-    if not dist.is_initialized():
-        return
-    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
-    dist.destroy_process_group()
-    _drop_references()
-    if any(group() is not None for group in groups):
-        time.sleep(_LET_GO_S)
+    if dist.is_initialized():
+        _destroy()
 
 
 class BorrowedGroup:
@@ -301,6 +296,18 @@ def _await_the_meeting_point(launch: _Launch, timeout: timedelta) -> None:
 # early since Python 3.12 starts none at exit.
 
 
+def _destroy() -> list[dist.ProcessGroup]:
+    """Leave the world; returns the groups that the program still refers to."""
+    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _drop_references()
+    kept = [group for reference in groups if (group := reference()) is not None]
+    if kept:
+        time.sleep(_LET_GO_S)
+    return kept
+
+
 def _drop_references() -> None:
     """Let go of destroyed groups wherever the program cannot have meant to keep them."""
     # Programs keep meshes and so do torch's caches, and a mesh refers to its groups.
@@ -312,12 +319,17 @@ def _drop_references() -> None:
 @cache
 def _leave_at_exit(process: int) -> None:
     """Let `process`, this one, leave the world before its interpreter ends."""
-    leaving = threading.Event()
+    leaving, left = threading.Event(), threading.Event()
 
     def leave() -> None:
         leaving.wait()
-        destroy_process_group()
-        _drop_references()  # of groups that were destroyed by torch's function
+        try:
+            kept = _destroy()
+        finally:
+            left.set()
+        if kept:
+            # For ever, so that nothing drops the last reference as variables are cleared.
+            threading.Event().wait()
 
     leaver = threading.Thread(target=leave, name="leaves the world", daemon=True)
     leaver.start()
@@ -326,8 +338,7 @@ def _leave_at_exit(process: int) -> None:
         if process != os.getpid():  # a fork has no threads, and its world is the parent's
             return
         leaving.set()
-        leaver.join(_LEAVE_S)
-        if leaver.is_alive():
+        if not left.wait(_LEAVE_S):
             warnings.warn(
                 f"This process ends while collectives wait for other ranks (for {_LEAVE_S:g} s "
                 "since its program ended). Wait for every collective before the program ends.",
