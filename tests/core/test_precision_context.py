@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
 import pytest
@@ -61,6 +61,77 @@ def test_contexts_of_different_precisions_nest_and_the_outer_one_is_back() -> No
             assert product_dtype() is torch.float16
         assert product_dtype() is torch.bfloat16
     assert product_dtype() is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "dtypes"),
+    [
+        ("amp_bf16", "amp_fp16", (torch.bfloat16, torch.float16, torch.bfloat16)),
+        ("amp_fp16", "amp_bf16", (torch.float16, torch.bfloat16, torch.float16)),
+    ],
+)
+@pytest.mark.parametrize("between", [None, "fp32", "bf16"])
+def test_one_model_computes_in_the_dtype_of_each_of_two_nested_contexts(
+    outer: str, inner: str, dtypes: tuple[torch.dtype, ...], between: str | None
+) -> None:
+    device, model, x = CPUDevice(), nn.Linear(4, 4), torch.ones(1, 4)
+    middle = nullcontext() if between is None else device.precision_context(between)
+
+    with device.precision_context(outer):
+        first = model(x)
+        with middle, device.precision_context(inner):
+            second = model(x)
+        third = model(x)
+    sum(y.float().sum() for y in (first, second, third)).backward()
+
+    assert (first.dtype, second.dtype, third.dtype) == dtypes
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 3.0))
+
+
+def test_a_context_inside_torchs_autocast_of_another_dtype_does_not_meet_its_casts() -> None:
+    context, model, x = CPUDevice().precision_context("amp_fp16"), nn.Linear(4, 4), torch.ones(1, 4)
+    dtypes = []
+
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes.append(model(x).dtype)
+        # Off, yet it names the dtype that is asked for next.
+        with torch.autocast("cpu", torch.float16, enabled=False), context:
+            dtypes.append(model(x).dtype)
+        dtypes.append(model(x).dtype)
+
+    assert dtypes == [torch.bfloat16, torch.float16, torch.bfloat16]
+
+
+def test_the_inner_contexts_casts_are_gone_after_an_error_too() -> None:
+    device, model, x = CPUDevice(), nn.Linear(4, 4), torch.ones(1, 4)
+
+    @device.precision_context("amp_fp16")
+    def compute_and_fail() -> None:
+        model(x)
+        raise LookupError
+
+    with device.precision_context("amp_bf16"):
+        with pytest.raises(LookupError):
+            compute_and_fail()
+        assert model(x).dtype is torch.bfloat16
+
+
+def test_a_context_in_one_of_the_same_dtype_casts_a_parameter_once() -> None:
+    context, model, x = CPUDevice().precision_context("amp_bf16"), nn.Linear(4, 4), torch.ones(1, 4)
+
+    with context:
+        outside = model(x)
+        with context:
+            inside = model(x)
+
+    assert cast_of_weight(outside) is cast_of_weight(inside)
+
+
+def cast_of_weight(output: torch.Tensor) -> object:
+    """The graph node that made the operand which the product took for the weight."""
+    assert output.grad_fn is not None
+    return output.grad_fn.next_functions[-1][0].next_functions[0][0]  # type: ignore[union-attr]
 
 
 def test_one_context_can_be_entered_while_it_is_open_and_used_again() -> None:

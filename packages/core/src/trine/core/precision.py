@@ -7,7 +7,8 @@ nothing here asks what this machine has, except whether a library for fp8 is ins
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
@@ -126,7 +127,10 @@ class PrecisionContext(ContextDecorator):
     May be entered again while it is open, and by several threads; autocast belongs to the
     thread that entered. What was in force before is back afterwards, whether the block
     ended or raised. A plain precision turns autocast off: inside a block of `AMP_BF16`, one
-    of `FP32` computes in the dtypes of its inputs.
+    of `FP32` computes in the dtypes of its inputs, and one of `AMP_FP16` in fp16.
+
+    Torch keeps autocast's casts of parameters for all threads together. Threads that use
+    the same parameters at once have to do so in one 16-bit dtype.
 
     Args:
         device_type: what `torch.autocast` calls the device.
@@ -158,8 +162,10 @@ class PrecisionContext(ContextDecorator):
 
     def _parts(self) -> list[AbstractContextManager[Any]]:
         if self.precision.is_amp:
-            dtype = self.precision.compute_dtype
-            parts: list[AbstractContextManager[Any]] = [torch.autocast(self.device_type, dtype)]
+            kind, dtype = self.device_type, self.precision.compute_dtype
+            parts: list[AbstractContextManager[Any]] = [torch.autocast(kind, dtype)]
+            if not (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is dtype):
+                parts.insert(0, _casts_of_its_own())
             if self.precision is Precision.AMP_FP8:
                 parts += _fp8_parts()
             return parts
@@ -167,6 +173,19 @@ class PrecisionContext(ContextDecorator):
         if torch.amp.is_autocast_available(self.device_type):
             return [torch.autocast(self.device_type, enabled=False)]
         return []
+
+
+@contextmanager
+def _casts_of_its_own() -> Iterator[None]:
+    """Let no cast of a parameter into the block, nor out of it.
+
+    Autocast keeps them by parameter until its outermost block ends, whatever their dtype.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def fp8_library() -> Literal["transformer_engine", "torchao"] | None:
