@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from trine.core import to, tracing
-from trine.core.handler import BaseHandler, BaseLogic, Handler, Logic
+from trine.core.handler import BaseHandler, BaseLogic, CodeBlockLogic, Handler, Logic
 from trine.core.runtime import PyTorchRuntime, runtime_of
 from trine.core.tracing import TraceEvent, add_sink, remove_sink
 from trine.core.training import Evaluator, Trainer
@@ -54,7 +56,7 @@ class Quiet(BaseHandler):
 
     def __init__(self) -> None:
         super().__init__(BaseLogic(), {})
-        self.seen: list[tuple[int, Any]] = []
+        self.seen: list[tuple[Any, Any]] = []
 
     def train_step(self, trainer: Any, batch_idx: int, batch: Any, complete_fn: Any) -> None:
         complete_fn(batch_idx, None)
@@ -595,6 +597,164 @@ def test_windows_end_with_the_trainers_epoch_and_not_with_the_loader(
     trainer.run(data(batches), train_len=length)
 
     assert stepped == steps + [length + each for each in steps]
+
+
+def scaled_block(**arguments: Any) -> Trainer:
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2, init_scale=4.0)
+    model = to(Line(), "cpu", options={"grad_scaler": scaler})
+    runtime = runtime_of(model)
+    assert runtime is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    handler = Handler(CodeBlockLogic(), runtime, {})
+    return Trainer(handler, models=model, optimizers=optimizer, **arguments)
+
+
+def test_the_scaler_of_a_runtime_is_saved_with_the_trainer() -> None:
+    first, second = scaled_block(max_iterations=5), scaled_block(max_iterations=6)
+    first.run(data(6))
+    second.load_state_dict(saved(first))
+
+    second.run(data(6))
+
+    runtime = runtime_of(second.models["main"])
+    assert runtime is not None
+    assert runtime.options["grad_scaler"].get_scale() == 4.0 * 2**3  # grew at 2, 4 and 6
+
+
+class Sampled(Quiet):
+    """Writes down its batches, and draws a number for each as dropout would."""
+
+    def train_post_step(self, trainer: Any, batch_idx: int, batch: Any, outputs: Any) -> None:
+        self.seen.append((batch.tolist(), torch.rand(()).item()))
+
+
+def shuffling(kind: str) -> DataLoader[int]:
+    own = torch.Generator().manual_seed(3)
+    numbers: Any = range(10)
+    if kind == "global":
+        return DataLoader(numbers, 2, shuffle=True)
+    if kind == "loader":
+        return DataLoader(numbers, 2, shuffle=True, generator=own)
+    if kind == "workers":
+        return DataLoader(numbers, 2, shuffle=True, num_workers=1, generator=own)
+    if kind == "sampler":
+        return DataLoader(numbers, 2, sampler=RandomSampler(numbers, generator=own))
+
+    class Python(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(random.sample(numbers, len(numbers)))
+
+        def __len__(self) -> int:
+            return len(numbers)
+
+    return DataLoader(numbers, 2, sampler=Python())
+
+
+@pytest.mark.parametrize("kind", ["global", "loader", "workers", "sampler", "python"])
+@pytest.mark.parametrize(("stop", "length"), [(3, 5), (5, 5), (7, 5), (6, 8), (5, 8)])
+def test_a_resumed_run_sees_the_batches_that_an_uninterrupted_one_does(
+    kind: str, stop: int, length: int
+) -> None:
+    def run(handler: Sampled, iterations: int, state: Any = None) -> Trainer:
+        trainer = Trainer(handler, models={}, optimizers={}, max_iterations=iterations)
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.run(shuffling(kind), train_len=length)
+        return trainer
+
+    torch.manual_seed(0)
+    random.seed(0)
+    whole = Sampled()
+    run(whole, 16)
+    torch.manual_seed(0)
+    random.seed(0)
+    parts = Sampled()
+    state = saved(run(parts, stop))
+    torch.manual_seed(1)
+    random.seed(1)
+
+    run(parts, 16, state)
+
+    assert parts.seen == whole.seen
+
+
+def test_a_run_that_failed_goes_on_with_the_batches_that_were_left() -> None:
+    class Failing(Sampled):
+        def train_step(self, trainer: Any, batch_idx: int, batch: Any, complete_fn: Any) -> None:
+            if len(self.seen) == 3 and not trainer.observation:
+                trainer.report({"failed": 1})
+                raise KeyboardInterrupt
+            super().train_step(trainer, batch_idx, batch, complete_fn)
+
+    handler = Failing()
+    trainer = Trainer(handler, models={}, optimizers={}, max_epochs=1)
+    loader = shuffling("global")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(loader)
+
+    trainer.run(loader)
+
+    assert sorted(number for batch, _ in handler.seen for number in batch) == list(range(10))
+
+
+def test_another_ranks_random_state_is_left_alone_with_a_warning() -> None:
+    handler = Sampled()
+    first = Trainer(Sampled(), models={}, optimizers={}, max_iterations=3)
+    first.run(shuffling("global"))
+    state = saved(first)
+    state["position"]["rank"] = 1
+    second = Trainer(handler, models={}, optimizers={}, max_iterations=5)
+
+    with pytest.warns(UserWarning, match="saved by rank 1 in the middle of an epoch, and rank 0"):
+        second.load_state_dict(state)
+    torch.manual_seed(7)
+    second.run([torch.tensor(each) for each in range(5)])
+
+    drawn = [number for _, number in handler.seen]
+    torch.manual_seed(7)
+    assert drawn == [torch.rand(()).item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_what_is_due_after_the_extension_that_saves_is_done_on_resuming(at: int) -> None:
+    class Patience:
+        """A stop condition, or trigger of an extension, that counts how often it is asked."""
+
+        def __init__(self, limit: int) -> None:
+            self.asked, self.limit = 0, limit
+
+        def __call__(self, trainer: Trainer) -> bool:
+            self.asked += 1
+            return self.asked % self.limit == 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"asked": self.asked}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.asked = state["asked"]
+
+    states: list[Any] = []
+
+    def run(state: Any = None) -> tuple[Trainer, list[int]]:
+        trainer, _ = make(max_epochs=9, stop_trigger=Patience(5))
+        late: list[int] = []
+        counter = Counter()
+        trainer.extend(lambda _: None, "early", (1, "iteration"))
+        trainer.extend(lambda each: states.append(saved(each)), "save", (1, "iteration"))
+        trainer.extend(lambda each: late.append(each.iteration), "late", Patience(2))
+        trainer.extend(counter, trigger=(1, "iteration"))
+        if state is not None:
+            trainer.load_state_dict(state)
+        trainer.run(data(3))
+        return trainer, [*late, counter.calls]
+
+    whole, expected = run()
+    resumed, done = run(states[at - 1])
+
+    assert expected == [2, 4, 5]
+    assert done == [*(each for each in (2, 4) if each >= at), 5]
+    assert resumed.iteration == whole.iteration == 5
+    assert resumed.observation == whole.observation
 
 
 def test_a_checkpoint_taken_by_an_extension_resumes_at_the_next_epoch() -> None:

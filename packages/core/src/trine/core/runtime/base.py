@@ -159,6 +159,13 @@ class BaseRuntime:
         """
         raise NotImplementedError(_must_define(self, "map(func, iterable, out_keys, device)"))
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the runtime needs to go on after a restart; nothing here."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
     @classmethod
     def trace(cls, event_name: str | None, arg: Any) -> AbstractContextManager[object]:
         """Time a `with` block; override it to reach the device's own tools too.

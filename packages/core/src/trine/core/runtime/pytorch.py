@@ -121,6 +121,17 @@ class PyTorchRuntime(BaseRuntime):
             self._grad_scaler.step(optimizer)
         self._grad_scaler.update()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the gradient scaler, if there is one that has any."""
+        scaler: Any = self._grad_scaler
+        return {"grad_scaler": scaler.state_dict()} if hasattr(scaler, "state_dict") else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        scaler: Any = self._grad_scaler
+        if "grad_scaler" in state_dict and hasattr(scaler, "load_state_dict"):
+            scaler.load_state_dict(state_dict["grad_scaler"])
+
     def map(
         self,
         func: CodeBlock,

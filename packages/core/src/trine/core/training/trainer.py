@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from trine.core.handler.base import BaseHandler
+from trine.core.runtime.base import BaseRuntime
+from trine.core.runtime.tags import named_runtime_modules, runtime_of
 from trine.core.tracing import set_step, span
 from trine.core.training.evaluator import Evaluator
+from trine.core.training.position import DataPosition
 from trine.core.training.progress import ProgressLine, is_rank_zero
 from trine.core.training.triggers import Trigger, TriggerLike, make_trigger
 
@@ -100,6 +103,9 @@ class Trainer:
         self._progress_bar = progress_bar
         self._iterations_per_epoch: int | None = None
         self._pending: deque[tuple[int, Any]] = deque()
+        self._position = DataPosition()
+        # Extensions not asked yet in this iteration; None once it is complete.
+        self._unasked: list[str] | None = None
 
     @property
     def iterations_per_epoch(self) -> int:
@@ -160,9 +166,11 @@ class Trainer:
     ) -> None:
         """Train until a stop condition holds.
 
-        After `load_state_dict`, training goes on where it was: in the middle of an epoch,
-        the batches that were seen are loaded and passed over, so that a loader with a
-        fixed order gives the rest.
+        After `load_state_dict`, training goes on where it was. In the middle of an epoch,
+        the batches that were seen are loaded and passed over, in the order they had: the
+        random state from which the loader drew it is restored. That is torch's (of the
+        CPU), Python's, and that of a `generator` of the loader or its sampler; an order
+        that is drawn from anything else, such as NumPy, is the loader's to restore.
 
         Args:
             train_loader: batches to train on; started over if it is shorter than an epoch.
@@ -182,12 +190,17 @@ class Trainer:
         self._set_epoch_length(train_loader, train_len)
         self._pending.clear()
         self.handler.train_setup(self, train_loader)
+        self._position.use(train_loader)
         if val_loader is not None:
             for evaluator in self.evaluators.values():
                 evaluator.setup(val_loader)
         line = ProgressLine() if self._progress_bar and is_rank_zero() else None
         try:
-            stopped = self._is_over(asked=False)
+            # A state that an extension saved leaves the rest of its iteration to be done.
+            within = self._unasked is not None
+            if within:
+                self._run_extensions()
+            stopped = self._is_over(asked=within)
             while not stopped:
                 stopped = self._run_epoch(train_loader, val_loader, eval_len, line)
         finally:
@@ -198,7 +211,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on later; keep it with `torch.save`.
 
-        It has the state of models, optimizers, the handler's logic and of extensions.
+        It has the state of models, optimizers, the handler's logic and the models'
+        runtimes; of extensions, triggers and the stop condition that have a `state_dict`;
+        of what was reported, the tensors, numbers and strings; the place in the data and
+        the random state of the CPU. That of an accelerator is left out.
+
+        An extension may call it, and no other callback: what is due after the extension
+        in the same iteration is then done by `run`, after `load_state_dict`.
         """
         return {
             "iteration": self.iteration,
@@ -206,18 +225,29 @@ class Trainer:
             "models": {name: model.state_dict() for name, model in self.models.items()},
             "optimizers": {name: each.state_dict() for name, each in self.optimizers.items()},
             "handler": self.handler.state_dict(),
+            "runtimes": {name: each.state_dict() for name, each in self._runtimes().items()},
             "extensions": {
                 name: extension.state_dict()
                 for name, (extension, _) in self._extensions.items()
                 if hasattr(extension, "state_dict")
             },
+            "triggers": {
+                name: trigger.state_dict() for name, trigger in self._stateful_triggers().items()
+            },
+            "observation": {
+                name: value
+                for name, value in self.observation.items()
+                if isinstance(value, Tensor | float | int | str)
+            },
+            "unasked_extensions": None if self._unasked is None else list(self._unasked),
+            "position": self._position.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, into the models and optimizers of this trainer.
 
         Raises:
-            ValueError: if the names of models, optimizers or extensions differ.
+            ValueError: if the names of models, optimizers, extensions or triggers differ.
         """
         stateful = {
             name: extension
@@ -228,6 +258,7 @@ class Trainer:
             "models": self.models,
             "optimizers": self.optimizers,
             "extensions": stateful,
+            "triggers": self._stateful_triggers(),
         }
         for kind, mine in groups.items():
             if mine.keys() != state_dict[kind].keys():
@@ -239,8 +270,34 @@ class Trainer:
             for name, each in mine.items():
                 each.load_state_dict(state_dict[kind][name])
         self.handler.load_state_dict(state_dict["handler"])
+        for name, runtime in self._runtimes().items():
+            if name in state_dict["runtimes"]:
+                runtime.load_state_dict(state_dict["runtimes"][name])
+        self._position.load_state_dict(state_dict["position"])
+        self._unasked = state_dict["unasked_extensions"]
+        self.observation = dict(state_dict["observation"])
         self.iteration = state_dict["iteration"]
         self._iterations_per_epoch = state_dict["iterations_per_epoch"]
+
+    def _runtimes(self) -> dict[str, BaseRuntime]:
+        """The runtimes of the models, by the names of the modules they serve."""
+        return {
+            name: runtime
+            for model_name, model in self.models.items()
+            for name, module in named_runtime_modules(model, model_name)
+            if (runtime := runtime_of(module)) is not None
+        }
+
+    def _stateful_triggers(self) -> dict[str, Any]:
+        """What decides when something is due and has a state of its own."""
+        triggers: dict[str, Trigger | None] = {"stop": self._stop_trigger}
+        triggers |= {f"evaluator {name}": each for name, (_, each) in self._evaluators.items()}
+        triggers |= {f"extension {name}": each for name, (_, each) in self._extensions.items()}
+        return {
+            name: trigger
+            for name, trigger in triggers.items()
+            if hasattr(trigger, "state_dict") and hasattr(trigger, "load_state_dict")
+        }
 
     def _set_epoch_length(self, loader: Iterable[Any], given: int | None) -> None:
         try:
@@ -274,9 +331,7 @@ class Trainer:
         self.handler.train_epoch_begin(self, train_loader)
         # Not before train_epoch_begin, which tells a distributed sampler the epoch. Closed
         # at the end, so that a loader with workers need not wait to be collected.
-        with closing(_endless(train_loader)) as batches:
-            for _ in range(done):
-                next(batches)
+        with closing(self._position.batches(train_loader, go_on=done > 0)) as batches:
             for index in range(done, self.iterations_per_epoch):
                 self._run_step(index, batches)
                 self._run_what_is_due(val_loader, eval_len)
@@ -298,6 +353,7 @@ class Trainer:
             self._pending.append((index, batch))
             self.handler.train_step(self, index, batch, self._complete)
         self.iteration += 1
+        self._position.step_done()
 
     def _complete(self, batch_idx: int, outputs: Any) -> None:
         """What a handler calls when a step is complete."""
@@ -316,17 +372,25 @@ class Trainer:
                 evaluator.handler.train_validation_begin(self, evaluator)
                 self.report(evaluator.run(val_loader, eval_len=eval_len))
                 evaluator.handler.train_validation_end(self, evaluator)
-        for extension, trigger in self._extensions.values():
-            if trigger(self):
-                extension(self)
+        self._unasked = list(self._extensions)
+        self._run_extensions()
+
+    def _run_extensions(self) -> None:
+        while self._unasked:
+            # One that was saved and is not here any more has nothing to be asked.
+            extension = self._extensions.get(self._unasked.pop(0))
+            if extension is not None and extension[1](self):
+                extension[0](self)
 
     def _is_over(self, *, asked: bool) -> bool:
         """Whether to stop. The user's own condition is for after an iteration only."""
+        wanted = asked and self._stop_trigger is not None and self._stop_trigger(self)
+        self._unasked = None
         if self.max_epochs is not None and self.epoch >= self.max_epochs:
             return True
         if self.max_iterations is not None and self.iteration >= self.max_iterations:
             return True
-        return asked and self._stop_trigger is not None and self._stop_trigger(self)
+        return wanted
 
 
 def _with_triggers(
@@ -341,13 +405,3 @@ def _with_triggers(
         else (each, make_trigger((1, "epoch")))
         for name, each in by_name.items()
     }
-
-
-def _endless(loader: Iterable[Any]) -> Generator[Any, None, None]:
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise ValueError("The training loader gave no batch.")
