@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import itertools
 import multiprocessing
+import os
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trine.core import CPUDevice, get_device
+from trine.core.devices import worker_thread
 from trine.core.devices.streams import HostStream
 
 WAIT_S = 20
@@ -216,17 +220,18 @@ def test_prefetch_fn_sees_the_grad_mode_of_the_loop() -> None:
 
 
 def test_the_next_batch_is_prepared_while_the_loop_works_on_this_one() -> None:
-    second_is_begun = threading.Event()
+    third_is_begun = threading.Event()
 
     def prepare(batch: Tensor) -> Tensor:
-        if batch.item() == 1:
-            second_is_begun.set()
+        if batch.item() == 2:
+            third_is_begun.set()
         return batch
 
     batches = iter(wrap(DataLoader(Numbers(3)), prepare))
     next(batches)
+    next(batches)
 
-    assert second_is_begun.wait(WAIT_S)
+    assert third_is_begun.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -234,10 +239,11 @@ def test_no_more_than_the_depth_is_taken_ahead_of_the_loop(depth: int) -> None:
     dataset = Endless()
     batches = iter(wrap(DataLoader(dataset), depth=depth))
 
-    for handed in range(1, 5):
+    for handed in range(1, 7):
         next(batches)
 
-        assert dataset.taken == handed + depth
+        # None before the first is handed out; then one more each time.
+        assert dataset.taken - handed == min(handed - 1, depth)
 
 
 def test_random_numbers_of_the_dataset_are_drawn_in_the_loops_own_thread() -> None:
@@ -364,12 +370,13 @@ def test_a_loop_that_breaks_while_a_batch_is_being_prepared_waits_for_it() -> No
     begun, go_on = threading.Event(), threading.Event()
 
     def prepare(batch: Tensor) -> Tensor:
-        if batch.item() == 1:
+        if batch.item() == 2:
             begun.set()
             assert go_on.wait(WAIT_S)
         return batch
 
     batches = iter(wrap(DataLoader(Endless()), prepare))
+    next(batches)
     next(batches)
     assert begun.wait(WAIT_S)
     threading.Timer(0.05, go_on.set).start()
@@ -377,6 +384,83 @@ def test_a_loop_that_breaks_while_a_batch_is_being_prepared_waits_for_it() -> No
 
     assert go_on.is_set()
     assert prefetch_threads() == []
+
+
+def test_a_loop_that_breaks_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(batch: Tensor) -> Tensor:
+        if batch.item() == 2:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        return batch
+
+    monkeypatch.setattr(worker_thread, "PATIENCE_S", 0.01)
+    batches = iter(wrap(DataLoader(Endless()), hang))
+    next(batches)
+    next(batches)
+    assert begun.wait(WAIT_S)
+    (thread,) = prefetch_threads()
+    del batches
+    was_left_alone = thread.is_alive()
+    go_on.set()
+    thread.join(WAIT_S)
+
+    assert was_left_alone
+    assert not thread.is_alive()  # it ends when the call has returned
+
+
+def test_a_prefetch_fn_that_hangs_does_not_keep_the_program_from_its_end() -> None:
+    program = """
+import threading
+from trine.core import CPUDevice
+from trine.core.devices import worker_thread
+
+worker_thread.PATIENCE_S = 0.1
+begun = threading.Event()
+
+def hang(batch):
+    if batch:
+        begun.set()
+        threading.Event().wait()
+    return batch
+
+batches = iter(CPUDevice().dataloader_to_device(range(9), hang))
+next(batches)
+threading.Thread(target=lambda: next(batches), daemon=True).start()
+begun.wait()
+raise SystemExit(5)
+"""
+
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, timeout=100
+    )
+
+    assert (ended.returncode, ended.stderr) == (5, b"")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_told_that_the_iterator_is_not_its_own() -> None:
+    batches = iter(wrap(DataLoader(Numbers())))
+    first = next(batches).item()
+    reader, writer = os.pipe()
+
+    child = os.fork()
+    if child == 0:  # pragma: no cover  # measured in the parent only
+        try:
+            next(batches)
+        except BaseException as error:
+            os.write(writer, repr(error).encode())
+        del batches
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        said = pipe.read()  # until the child has ended
+    os.waitpid(child, 0)
+
+    assert said.startswith("TrineError('This iterator is of another process than")
+    assert [first, *values(batches)] == [100.0, 101.0, 102.0, 103.0, 104.0, 105.0]
 
 
 def test_the_thread_is_gone_when_the_last_batch_has_been_handed_out() -> None:

@@ -137,8 +137,10 @@ class Device(Serializable, ABC):
             dataloader: a DataLoader, or anything that can be iterated again and again.
             prefetch_fn: takes each batch, once it is here, and returns the batch to hand
                 out. It runs in a thread, ahead of the training loop, and on a device with
-                streams on one of its own.
-            depth: how many batches may be made ready ahead.
+                streams on one of its own. It sees the loop's grad mode, not its autocast:
+                enter that inside. Leaving the loop or the program waits for a call that is
+                running, for 5 seconds at most.
+            depth: how many batches may be made ready ahead, from the second one on.
 
         Raises:
             ValueError: if `depth` is less than 1.
@@ -240,17 +242,20 @@ class Device(Serializable, ABC):
         does the rest, is not given it.
 
         Args:
-            state: a `State`, or an object with some of its attributes.
+            state: a `State`, or an object with some of its attributes. Where it has no
+                precision, the model is taken as it is.
 
         Raises:
             ValueError: if the device cannot do the precision, or the model is not made
-                for it.
+                for it: it has parameters, and none of them is in the precision's
+                `param_dtype`.
             TrineError: if the device does not work.
         """
-        precision = self._check_precision(getattr(state, "precision", Precision.FP32))
-        model = getattr(state, "model", None)
-        if model is not None:
-            _check_model(model, precision)
+        spec, model = getattr(state, "precision", None), getattr(state, "model", None)
+        if spec is not None:
+            precision = self._check_precision(spec)
+            if model is not None:
+                _check_model(model, precision)
         self.initialize()
 
     def initialize(self) -> None:
@@ -326,16 +331,18 @@ class Device(Serializable, ABC):
 
 def _check_model(model: nn.Module, precision: Precision) -> None:
     """Refuse a model that would silently compute in another precision than was asked for."""
-    if precision in (Precision.FP16, Precision.BF16):
-        dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
-        # Some layers in fp32 are a choice; all of them are an oversight.
-        if dtypes and precision.param_dtype not in dtypes:
-            have = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(
-                f"{precision} means that the parameters are in {precision.param_dtype}, but the "
-                f"model's are in {have}. Convert it first, model.to({precision.param_dtype}), "
-                f"or ask for amp_{precision}."
-            )
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    # Some layers in another dtype are a choice; all of them are an oversight.
+    if dtypes and precision.param_dtype not in dtypes:
+        have = ", ".join(sorted(map(str, dtypes)))
+        fitting = [str(one) for one in Precision if not one.is_amp and one.param_dtype in dtypes]
+        if not precision.is_amp and torch.float32 in dtypes:
+            fitting = [f"amp_{precision}"]
+        raise ValueError(
+            f"{precision} means that the parameters are in {precision.param_dtype}, but the "
+            f"model's are in {have}. Convert it first, model.to({precision.param_dtype})"
+            + (f", or ask for {' or '.join(fitting)}." if fitting else ".")
+        )
     if precision is Precision.AMP_FP8 and fp8_library() == "torchao":
         classes = {type(module).__module__ for module in model.modules()}
         if not any(name.startswith("torchao.") for name in classes):

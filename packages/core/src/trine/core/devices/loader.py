@@ -4,16 +4,17 @@ Batches are taken from the wrapped loader in the thread that iterates, in order,
 random numbers and worker processes are used as if nobody had wrapped it. What is done to
 them (the copy, `prefetch_fn`) is done by one thread per iterator. The iterator owns that
 thread: with the iterator gone, however that came about, the thread and the batches that
-nobody fetched are gone too.
+nobody fetched are gone too, as soon as a `prefetch_fn` that is running has returned.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader
 
 from trine.core.batches import map_tensors
 from trine.core.devices.streams import Event, Stream
+from trine.core.devices.worker_thread import WorkerThread
+from trine.core.errors import TrineError
 
 if TYPE_CHECKING:
     from trine.core.devices.device import Device
@@ -133,13 +136,18 @@ class _Preparation:
 
 
 class _PrefetchIterator(Iterator[Any]):
-    """Batches in order, up to `depth` of them made ready ahead."""
+    """Batches in order, up to `depth` of them made ready ahead.
+
+    The first comes as soon as it is ready. After it two are fetched for each that is handed
+    out, until `depth` are ahead, so that no batch waits for more than two.
+    """
 
     def __init__(self, source: Iterator[Any], prepare: _Preparation, depth: int) -> None:
         self._source: Iterator[Any] | None = source
         self._prepare = prepare
         self._depth = depth
-        self._thread = ThreadPoolExecutor(1, _THREAD_NAME)
+        self._started = False
+        self._thread = WorkerThread(_THREAD_NAME)
         # What happened at each batch ahead: it is being prepared, or could not be fetched.
         self._ahead: deque[Future[tuple[Any, Event]] | Exception] = deque()
 
@@ -147,14 +155,22 @@ class _PrefetchIterator(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        if not self._thread.is_here():
+            raise TrineError(
+                f"This iterator is of another process than {os.getpid()}, which was forked from "
+                "it: the thread that prepares its batches is not here. Iterate over the loader "
+                "anew in this process."
+            )
         # One more than the depth while this call waits; it takes the first away.
-        while len(self._ahead) <= self._depth and self._fetch():
+        most = min(len(self._ahead) + 2, self._depth + 1) if self._started else 1
+        while len(self._ahead) < most and self._fetch():
             pass
         if not self._ahead:
             self.close()
             raise StopIteration
         if isinstance(self._ahead[0], Future):
             wait([self._ahead[0]])  # taken away only then: the wait may be interrupted
+        self._started = True
         first, prepare = self._ahead.popleft(), self._prepare
         try:
             batch, ready = _outcome(first)
@@ -189,12 +205,15 @@ class _PrefetchIterator(Iterator[Any]):
         return True
 
     def close(self) -> None:
-        """End the thread and forget what was made ready. Further batches there are none."""
+        """End the thread and forget what was made ready. Further batches there are none.
+
+        A `prefetch_fn` that is running is waited for, but for a few seconds only.
+        """
         self._source = None  # a loader's worker processes end with its iterator
         self._ahead.clear()
         # Python may collect this iterator in any thread, that of a loader included.
         elsewhere = not threading.current_thread().name.startswith(_THREAD_NAME)
-        self._thread.shutdown(wait=elsewhere, cancel_futures=True)
+        self._thread.close(wait=elsewhere)
 
     def __del__(self) -> None:
         self.close()
