@@ -115,6 +115,46 @@ def test_a_model_left_in_fp32_is_refused_where_its_parameters_should_be_smaller(
     assert f"amp_{Precision(precision)}" in str(no.value)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
+@pytest.mark.parametrize(("dtype", "fitting"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
+def test_a_model_in_a_smaller_dtype_is_refused_where_its_parameters_should_be_in_fp32(
+    precision: str, dtype: torch.dtype, fitting: str
+) -> None:
+    model = nn.Linear(2, 2).to(dtype)
+
+    with pytest.raises(
+        ValueError, match=rf"{precision} means .* torch\.float32, but .* {dtype}\. "
+    ):
+        CPUDevice().prepare(State(model, precision=precision))
+    with pytest.raises(ValueError, match=rf"model\.to\(torch\.float32\), or ask for {fitting}\.$"):
+        CPUDevice().prepare(State(model, precision=precision))
+    CPUDevice().prepare(State(model, precision=fitting))
+    CPUDevice().prepare(State(model.to(torch.float32), precision=precision))
+
+
+def test_a_model_in_the_other_small_dtype_is_told_its_own() -> None:
+    with pytest.raises(ValueError, match=r"model\.to\(torch\.float16\), or ask for bf16\.$"):
+        CPUDevice().prepare(State(nn.Linear(2, 2).bfloat16(), precision="fp16"))
+
+
+def test_a_model_in_fp64_is_refused_and_no_precision_is_named_that_would_suit_it() -> None:
+    with pytest.raises(ValueError, match=r"in torch\.float64\. .* model\.to\(torch\.float32\)\.$"):
+        CPUDevice().prepare(State(nn.Linear(2, 2).double()))
+
+
+def test_a_model_is_taken_as_it_is_where_no_precision_is_named() -> None:
+    CPUDevice().prepare(SimpleNamespace(model=nn.Linear(2, 2).half()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_fp16", "amp_bf16"])
+def test_frozen_layers_in_a_smaller_dtype_below_trained_ones_in_fp32_are_a_choice(
+    precision: str,
+) -> None:
+    frozen = nn.Linear(2, 2).half().requires_grad_(False)
+
+    CPUDevice().prepare(State(nn.Sequential(frozen, nn.Linear(2, 2)), precision=precision))
+
+
 def test_a_model_with_some_layers_in_fp32_is_taken_as_it_is() -> None:
     state = a_run("bf16")
     assert isinstance(state.model, nn.Sequential)

@@ -117,9 +117,11 @@ class Device(Serializable, ABC):
         stay where they are: `module_to_device` moves those.
 
         Scalars that the optimizer reads on the host stay where they are (`step` above
-        all, and learning rates given as tensors), since reading them from a device would
-        wait for it once per parameter and step. A group that is `capturable` or `fused`
-        reads them on the device, and there they move too.
+        all, and learning rates and betas given as tensors), since reading them from a
+        device would wait for it once per parameter and step. So does what else a group has
+        in tensors without dimensions, which are at home beside tensors of any device; a
+        tensor of one element that has a dimension moves. A group that is `capturable` or
+        `fused` reads its scalars on the device, and there they move too.
         """
         move_optimizer_state(optimizer, self.tensor_to_device)
         return optimizer
