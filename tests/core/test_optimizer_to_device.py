@@ -206,6 +206,57 @@ def test_a_learning_rate_the_host_reads_stays_and_one_the_device_reads_moves() -
     assert on_device.defaults["lr"] is on_device.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_rates_of_one_element_stay_in_whatever_shape_the_optimizer_took_them(
+    shape: tuple[int, ...],
+) -> None:
+    model = a_model()
+    lr = torch.full(shape, 0.1)
+    betas = (torch.full(shape, 0.9), torch.full(shape, 0.99))
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr, betas=betas, foreach=False)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # keeps another tensor in the group
+    group, device = optimizer.param_groups[0], Elsewhere()
+    before = {key: group[key] for key in ("lr", "betas", "initial_lr")}
+    assert len(tensors_in(before)) == 4
+
+    device.optimizer_to_device(optimizer)
+
+    assert device.moved == []
+    assert all(group[key] is value for key, value in before.items())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tensor_that_happens_to_have_one_element_moves_and_one_without_dimensions_stays(
+    nested: bool,
+) -> None:
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mask, share = torch.ones(1), torch.tensor(0.5)
+    group = optimizer.param_groups[0]
+    group.update(mask=[mask] if nested else mask, share=[share] if nested else share)
+
+    Elsewhere().optimizer_to_device(optimizer)
+
+    (moved,), (stayed,) = tensors_in(group["mask"]), tensors_in(group["share"])
+    assert moved.tolist() == [101.0]
+    assert stayed is share
+
+
+@pytest.mark.parametrize("option", ["capturable", "fused"])
+def test_every_tensor_of_a_group_that_the_device_reads_moves(option: str) -> None:
+    model = a_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = optimizer.param_groups[0]
+    group.update(
+        {option: True}, lr=torch.ones(1), mask=torch.ones(1), share=torch.ones(()), weight_decay=0.5
+    )
+
+    Elsewhere().optimizer_to_device(optimizer)
+
+    assert [group[key].item() for key in ("lr", "mask", "share")] == [101.0] * 3
+    assert group["weight_decay"] == 0.5
+
+
 def test_larger_tensors_of_a_group_move_nested_or_not() -> None:
     model = a_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -14,6 +14,8 @@ __all__ = ["move_optimizer_state"]
 
 # Counters that torch's optimizers keep beside the moments and read on the host.
 _HOST_SCALARS = frozenset({"step", "mu_product"})
+# What they and torch's schedulers read there from a group, of whatever shape one number has.
+_HOST_RATES = frozenset({"lr", "betas", "initial_lr", "max_lr", "min_lr"})
 
 
 def move_optimizer_state(optimizer: Optimizer, move: Callable[[Tensor], Tensor]) -> None:
@@ -42,7 +44,7 @@ def move_optimizer_state(optimizer: Optimizer, move: Callable[[Tensor], Tensor])
         places += [
             (group, key)
             for key, value in group.items()
-            if key != "params" and not (on_host and all(map(_is_scalar, tensors_of(value))))
+            if key != "params" and not (on_host and _is_for_the_host(key, value))
         ]
     # One walk for all, so that a tensor shared between places stays shared.
     moved = map_tensors([owner[key] for owner, key in places], move)
@@ -52,6 +54,14 @@ def move_optimizer_state(optimizer: Optimizer, move: Callable[[Tensor], Tensor])
 
 def _reads_scalars_on_host(group: dict[str, Any]) -> bool:
     return not (group.get("capturable") or group.get("fused"))
+
+
+def _is_for_the_host(key: str, value: Any) -> bool:
+    # A tensor without dimensions does where it is: work on a device takes it from the host.
+    return all(
+        tensor.dim() == 0 or (key in _HOST_RATES and tensor.numel() == 1)
+        for tensor in tensors_of(value)
+    )
 
 
 def _is_scalar(value: Any) -> bool:
