@@ -291,13 +291,34 @@ def test_outputs_without_names_are_reported_by_position() -> None:
 
 
 def test_options_are_consumed_from_a_copy() -> None:
-    options = {"train_report_keys": ["loss"], "async": True, "someone_elses": 1}
+    options = {"train_report_keys": ["loss"], "async": True}
 
     handler = Handler(BaseLogic(), Entry("cpu", {}), options)
-    assert len(options) == 3
+    assert len(options) == 2
+    options["someone_elses"] = 1
     handler.consume_options(options)
 
     assert options == {"someone_elses": 1}
+
+
+def test_an_option_that_a_handler_does_not_know_is_refused() -> None:
+    known = "async, eval_report_keys, train_report_keys"
+    with pytest.raises(ValueError, match=f"Handler has no option 'keys'. Its options: {known}"):
+        Handler(BaseLogic(), Entry("cpu", {}), {"keys": []})
+    with pytest.raises(ValueError, match=r"BaseHandler has no option 'keys'\. Its options: none"):
+        BaseHandler(BaseLogic(), {"keys": []})
+
+
+def test_one_name_to_report_is_that_name_and_not_its_letters() -> None:
+    options = {"train_report_keys": "loss", "eval_report_keys": None}
+    handler, loop = Handler(BaseLogic(), Entry("cpu", {}), options), Loop({})
+
+    handler.train_post_step(loop, 0, None, {"loss": 1, "l": 2})
+    handler.eval_post_step(loop, 0, None, {"loss": 3})
+
+    assert loop.reported == {"train/loss": 1}
+    with pytest.raises(TypeError, match=r"'train_report_keys' takes names .* got \[3\]"):
+        Handler(BaseLogic(), Entry("cpu", {}), {"train_report_keys": [3]})
 
 
 def test_a_base_handler_takes_further_arguments_and_does_nothing() -> None:

@@ -72,16 +72,64 @@ def test_the_callbacks_of_a_base_logic_do_nothing() -> None:
     assert logic.eval_step(models, 0, batch(1)) is None
 
 
-@pytest.mark.parametrize("kind", [BaseLogic, Logic, ClosureLogic, CodeBlockLogic])
+@pytest.mark.parametrize("kind", [Logic, ClosureLogic, CodeBlockLogic])
 def test_options_are_taken_out_of_a_copy_of_what_was_given(kind: type[BaseLogic]) -> None:
-    options = {"backward_outputs": "loss", "someone_elses": 1}
+    options = {"backward_outputs": "loss"}
 
     logic = kind(options=options)
 
-    assert options == {"backward_outputs": "loss", "someone_elses": 1}
+    assert options == {"backward_outputs": "loss"}
+    options["someone_elses"] = "kept"
     logic.consume_options(options)
-    expected = {"someone_elses": 1} if kind is not BaseLogic else {**options}
-    assert options == expected
+    assert options == {"someone_elses": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "known"),
+    [
+        (BaseLogic, "none"),
+        (CodeBlockLogic, "backward_outputs"),
+        (
+            Logic,
+            "autocast, backward_function, backward_outputs, grad_scaler, "
+            "gradient_accumulation_steps",
+        ),
+    ],
+)
+def test_an_option_that_a_logic_does_not_know_is_refused_with_those_it_does(
+    kind: type[BaseLogic], known: str
+) -> None:
+    with pytest.raises(ValueError, match="no option") as caught:
+        kind(options={"autocasts": True})
+
+    assert str(caught.value) == (
+        f"{kind.__name__} has no option 'autocasts'. Its options: {known}."
+    )
+
+
+def test_a_logic_of_ones_own_adds_options_by_asking_for_them() -> None:
+    class Mine(Logic):
+        def consume_options(self, options: dict[str, Any]) -> None:
+            super().consume_options(options)
+            self.factor = options["factor"] if "factor" in options else options.get("scale", 1)
+
+    assert Mine(options={"factor": 2}).factor == 2
+    assert Mine(options={"scale": 3}).factor == 3
+    with pytest.raises(ValueError, match=r"Mine has no option 'facto'\. .* factor, "):
+        Mine(options={"facto": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"autocast": "yes"}, "'autocast' takes True, False or a dict .* got 'yes'"),
+        ({"gradient_accumulation_steps": "2"}, "steps='2': expected a whole number"),
+        ({"gradient_accumulation_steps": 1.5}, "steps=1.5: expected a whole number"),
+    ],
+)
+def test_an_option_of_another_type_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Logic(options=options)
 
 
 # Modes.

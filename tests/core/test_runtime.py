@@ -23,9 +23,11 @@ METHODS = {
     "eval_pre_step": ("evaluator", "module", "batch_idx", "batch"),
     "execute": ("code_block", "batch"),
     "initialize_module": ("module", "loader_or_batch", "optimizer"),
+    "load_state_dict": ("state_dict",),
     "map": ("func", "iterable", "out_keys", "device"),
     "move_module": ("module",),
     "move_tensor": ("tensor",),
+    "state_dict": (),
     "trace": ("cls", "event_name", "arg"),
     "train_cleanup": ("module",),
     "train_epoch_begin": ("module",),
@@ -260,6 +262,19 @@ def test_autocast_ends_with_the_block_even_if_it_raises() -> None:
 def test_autocast_where_torch_has_none_is_refused_when_the_runtime_is_made() -> None:
     with pytest.raises(ValueError, match="no autocast for 'meta'"):
         PyTorchRuntime("cpu", {"autocast": {"device_type": "meta"}})
+
+
+def test_no_autocast_is_none_and_anything_else_is_refused() -> None:
+    assert product_dtype({"autocast": None}) == torch.float32
+    with pytest.raises(TypeError, match=r"'autocast' takes True, False or a dict .* got 'yes'"):
+        PyTorchRuntime("cpu", {"autocast": "yes"})
+
+
+def test_an_unknown_option_is_refused_where_no_subclass_could_know_it() -> None:
+    with pytest.raises(ValueError, match=r"no option 'autocasts'.* options: autocast, grad_scaler"):
+        PyTorchRuntime("cpu", {"autocasts": True})
+
+    assert Shifting("cpu", {"by": 100}).options == {"by": 100}
 
 
 def test_autocast_switched_off_where_torch_has_none_is_harmless() -> None:

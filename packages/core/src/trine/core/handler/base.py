@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trine.core.handler.logic import BaseLogic
+from trine.core.handler.options import consume_all
 from trine.core.runtime.loops import EvaluatorLike, TrainerLike
 
 __all__ = ["BaseHandler", "CompleteFn"]
@@ -26,13 +27,16 @@ class BaseHandler:
         options: given to `consume_options` as a copy.
         args: ignored, for subclasses that take more.
         kwargs: ignored, for subclasses that take more.
+
+    Raises:
+        ValueError: if there is an option that it did not ask for.
     """
 
     def __init__(
         self, logic: BaseLogic, options: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         self._logic = logic
-        self.consume_options(dict(options or {}))
+        consume_all(self, self.consume_options, options)
 
     def consume_options(self, options: dict[str, Any]) -> None:
         """Take the options that this handler knows out of `options`, and remember them."""

@@ -30,6 +30,10 @@ class CodeBlock:
             like a loss: a floating scalar.
         backprop_to: outputs or inputs at which differentiation stops, or None. They get
             a gradient in their `.grad`; what they were computed from gets none.
+            With a grad scaler that gradient keeps the scale which was in force during the
+            step, so that `stop.backward(stop.grad)` gives parameters what the scaler will
+            unscale; divide by `scaler.get_scale()`, read before the block runs, for the
+            gradient itself.
         state: what the runtime, or whoever made the block, wants to remember with it.
         runtime: what executes the block.
     """

@@ -33,11 +33,15 @@ class Handler(BaseHandler):
         entry_runtime: moves the batches.
         options: all optional:
 
-            * `train_report_keys` (list of str): outputs to report after each training
-              step, as `train/<name>`.
-            * `eval_report_keys` (list of str): outputs to report after each evaluation
-              step, as `val/<name>`.
+            * `train_report_keys` (str or list of str): outputs to report after each
+              training step, as `train/<name>`.
+            * `eval_report_keys` (str or list of str): outputs to report after each
+              evaluation step, as `val/<name>`.
             * `async` (bool): accepted for older programs; it has no effect.
+
+    Raises:
+        ValueError: if an option is unknown.
+        TypeError: if the names to report are no strings.
     """
 
     def __init__(
@@ -52,8 +56,8 @@ class Handler(BaseHandler):
     def consume_options(self, options: dict[str, Any]) -> None:
         """Take the options of this class out of `options`."""
         super().consume_options(options)
-        self._eval_report_keys: list[str] = list(options.pop("eval_report_keys", ()))
-        self._train_report_keys: list[str] = list(options.pop("train_report_keys", ()))
+        self._eval_report_keys = _names("eval_report_keys", options.pop("eval_report_keys", ()))
+        self._train_report_keys = _names("train_report_keys", options.pop("train_report_keys", ()))
         options.pop("async", False)
 
     def train_setup(self, trainer: TrainerLike, loader: Iterable[Any]) -> None:
@@ -183,6 +187,15 @@ class Handler(BaseHandler):
 
 def _identity(models: Mapping[str, nn.Module]) -> tuple[int, ...]:
     return tuple(id(model) for model in models.values())
+
+
+def _names(option: str, given: object) -> list[str]:
+    if given is None or isinstance(given, str):
+        return [] if given is None else [given]
+    names: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"The option {option!r} takes names of outputs, got {given!r}.")
+    return names
 
 
 def _chosen(prefix: str, keys: list[str], outputs: Any) -> dict[str, Any]:

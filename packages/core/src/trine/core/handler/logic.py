@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trine.core.handler.options import consume_all
 from trine.core.runtime import steps
 from trine.core.runtime.pytorch import PyTorchRuntime
 from trine.core.runtime.tags import runtime_of
@@ -30,18 +31,22 @@ class BaseLogic:
 
     Args:
         options: given to `consume_options` as a copy.
+
+    Raises:
+        ValueError: if there is an option that it did not ask for.
     """
 
     epoch_length: int | None = None
     """Steps of an epoch, or None where the loop does not say; set before `train_epoch_begin`."""
 
     def __init__(self, options: dict[str, Any] | None = None) -> None:
-        self.consume_options(dict(options or {}))
+        consume_all(self, self.consume_options, options)
 
     def consume_options(self, options: dict[str, Any]) -> None:
         """Take the options that this logic knows out of `options`, and remember them.
 
-        What is left in the mapping afterwards is meant for someone else, or misspelt.
+        What is left in the mapping afterwards is meant for someone else, or misspelt; the
+        constructor refuses it.
         """
 
     def train_epoch_begin(self, models: Models, epoch: int, loader: Iterable[Any]) -> None:
@@ -148,8 +153,9 @@ class Logic(SingleModelLogic):
               epoch. A state saved within a window holds its gradients. Default 1.
 
     Raises:
-        TypeError: if the scaler is none.
-        ValueError: if `gradient_accumulation_steps` is not at least 1.
+        TypeError: if the scaler is none, or another option has no such type.
+        ValueError: if an option is unknown, or `gradient_accumulation_steps` is not at
+            least 1.
     """
 
     def __init__(self, model_name: str = "main", options: dict[str, Any] | None = None) -> None:
@@ -174,9 +180,13 @@ class Logic(SingleModelLogic):
         super().consume_options(options)
         self.backward_outputs = take("backward_outputs", self.backward_outputs)
         self._backward_function = take("backward_function", self._backward_function)
-        self._autocast_option = take("autocast", self._autocast_option)
+        self._autocast_option = steps.check_autocast(take("autocast", self._autocast_option))
         self._grad_scaler = steps.check_grad_scaler(take("grad_scaler", self._grad_scaler))
         self._window = take("gradient_accumulation_steps", self._window)
+        if not isinstance(self._window, int):
+            raise TypeError(
+                f"gradient_accumulation_steps={self._window!r}: expected a whole number of batches."
+            )
         if self._window < 1:
             raise ValueError(
                 f"gradient_accumulation_steps={self._window}: expected 1 or more batches."

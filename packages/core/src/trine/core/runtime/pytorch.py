@@ -36,16 +36,26 @@ class PyTorchRuntime(BaseRuntime):
             * `grad_scaler` (`torch.amp.GradScaler`): scales the losses of code blocks and
               steps their optimizers.
 
+            A subclass may have options of its own; only where there is none, one that is
+            not listed here is refused.
+
     Raises:
-        ValueError: if this machine has no such device, or torch no autocast for it.
-        TypeError: if the scaler is none.
+        ValueError: if this machine has no such device, torch no autocast for it, or an
+            option is unknown.
+        TypeError: if the scaler is none, or `autocast` neither a bool nor a dict.
     """
 
     def __init__(self, device_spec: DeviceLike, options: dict[str, Any]) -> None:
         super().__init__(device_spec, options)
+        unknown = [name for name in options if name not in ("autocast", "grad_scaler")]
+        if unknown and type(self) is PyTorchRuntime:
+            raise ValueError(
+                f"PyTorchRuntime has no option {', '.join(map(repr, unknown))}. Its options: "
+                "autocast, grad_scaler. Options of a runtime of your own come with runtime_class."
+            )
         self.device: Device = get_device(device_spec)
         self._torch_device = self.device.torch_device
-        self._autocast_option: steps.AutocastOption = options.get("autocast", False)
+        self._autocast_option = steps.check_autocast(options.get("autocast"))
         self._grad_scaler = steps.check_grad_scaler(options.get("grad_scaler"))
         self._autocast()  # a wrong option fails here and not in the first step
 

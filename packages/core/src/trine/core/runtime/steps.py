@@ -21,6 +21,7 @@ __all__ = [
     "autocast_context",
     "backward",
     "call_with_batch",
+    "check_autocast",
     "check_grad_scaler",
     "named_outputs",
     "scalar_losses",
@@ -57,6 +58,22 @@ def check_grad_scaler(scaler: object) -> GradScalerLike | None:
             f"scale, step and update; got {type(scaler).__name__}."
         )
     return scaler
+
+
+def check_autocast(option: object) -> AutocastOption:
+    """The option `autocast`, once it is known to be one; None is False.
+
+    Raises:
+        TypeError: if it is neither a bool nor a mapping.
+    """
+    if option is None:
+        return False
+    if not isinstance(option, (bool, Mapping)):
+        raise TypeError(
+            f"The option 'autocast' takes True, False or a dict of arguments of torch.autocast, "
+            f"such as {{'dtype': torch.bfloat16}}; got {option!r}."
+        )
+    return option
 
 
 def autocast_context(option: AutocastOption, device_type: str) -> AbstractContextManager[object]:
