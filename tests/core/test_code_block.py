@@ -384,6 +384,20 @@ def test_scaled_losses_train_several_optimizers_to_the_same_values() -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
+def test_a_stop_keeps_the_scale_so_that_the_scaler_can_step_what_is_behind_it() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = to(TwoStage(), "cpu", options={"grad_scaler": scaler})
+    behind = torch.optim.SGD([model.body], lr=1.0)
+
+    outputs = update_parameters(model, [], "loss", {"h"})(ONE)
+    stop = outputs["h"]
+    assert stop.grad.item() / scaler.get_scale() == 8
+    stop.backward(stop.grad)
+    scaler.step(behind)
+
+    assert model.body.item() == 2 - 40
+
+
 def test_a_scaler_skips_the_step_of_an_infinite_gradient() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model = to(Scale(), "cpu", options={"grad_scaler": scaler})
