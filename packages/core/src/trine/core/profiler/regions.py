@@ -88,7 +88,9 @@ def trace(
     """Report a `with` block to the runtime of a device, and count nothing.
 
     The runtime's class may reach the device's own tools; by default the block is a span of
-    `trine.core.tracing`, at its cost.
+    `trine.core.tracing`. With nobody listening it costs about three times what
+    `tracing.span` costs, since the class is looked up each time; where the device is named
+    by a string, that is less than a microsecond. In a hot loop, use `tracing.span`.
 
     Args:
         event_name: what happens in the block; None leaves the name to the runtime.

@@ -53,14 +53,14 @@ class RuntimeRegistry:
         Raises:
             TypeError: if `device` is no string, `torch.device` or Device.
         """
-        if isinstance(device, Device):
-            kind = device.torch_device.type
-        elif isinstance(device, torch.device):
-            kind = device.type
-        elif isinstance(device, str):
+        if isinstance(device, str):  # first, for `trace`: to ask an abstract class takes longer
             kind = device.partition(":")[0]
             if kind in ("auto", "gpu"):
                 kind = get_device(device).torch_device.type
+        elif isinstance(device, torch.device):
+            kind = device.type
+        elif isinstance(device, Device):
+            kind = device.torch_device.type
         else:
             raise TypeError(
                 f"A device is named by a string, a torch.device or a Device, "
