@@ -169,8 +169,9 @@ class Trainer:
         After `load_state_dict`, training goes on where it was. In the middle of an epoch,
         the batches that were seen are loaded and passed over, in the order they had: the
         random state from which the loader drew it is restored. That is torch's (of the
-        CPU), Python's, and that of a `generator` of the loader or its sampler; an order
-        that is drawn from anything else, such as NumPy, is the loader's to restore.
+        CPU), Python's, and that of a `generator` of the loader or its sampler. An order
+        that is drawn from anything else, such as NumPy, or bit by bit between steps that
+        draw from the same generator, is the loader's to restore.
 
         Args:
             train_loader: batches to train on; started over if it is shorter than an epoch.
