@@ -701,3 +701,22 @@ def test_batches_reach_the_gpu_prepared_and_whole() -> None:
     ]
 
     assert sums == [2.0 * number * (1 << 20) for number in range(20)]
+
+
+@pytest.mark.gpu
+def test_batches_made_on_the_gpu_just_now_are_written_before_they_are_prepared() -> None:
+    device = get_device("cuda")
+    busy = torch.zeros(4096, 4096, device=device.torch_device)
+
+    def rows() -> Iterator[Tensor]:
+        for number in range(10):
+            for _ in range(10):  # the row below is queued behind these
+                busy.addmm_(busy, busy)
+            yield torch.full((1 << 20,), float(number), device=device.torch_device)
+
+    sums = [
+        batch.sum().item()
+        for batch in device.dataloader_to_device(rows(), lambda batch: batch.double() * 2)
+    ]
+
+    assert sums == [2.0 * number * (1 << 20) for number in range(10)]
