@@ -301,19 +301,21 @@ def _destroy() -> list[dist.ProcessGroup]:
     groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     if dist.is_initialized():
         dist.destroy_process_group()
-    _drop_references()
-    kept = [group for reference in groups if (group := reference()) is not None]
-    if kept:
+    if not groups or not _ended(groups):  # none: torch's own function was called before
+        # Programs keep meshes and so do torch's caches, and a mesh refers to its groups.
+        for mesh in [each for each in gc.get_objects() if type(each) is DeviceMesh]:
+            registry = getattr(mesh, "_pg_registry", {})
+            groups += [weakref.ref(group) for group in registry.values()]
+            registry.clear()
+    if not _ended(groups):
+        gc.collect()  # models are cycles
+    if not _ended(groups):
         time.sleep(_LET_GO_S)
-    return kept
+    return [group for reference in groups if (group := reference()) is not None]
 
 
-def _drop_references() -> None:
-    """Let go of destroyed groups wherever the program cannot have meant to keep them."""
-    # Programs keep meshes and so do torch's caches, and a mesh refers to its groups.
-    for mesh in [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]:
-        getattr(mesh, "_pg_registry", {}).clear()
-    gc.collect()  # models are cycles
+def _ended(groups: list[weakref.ref[dist.ProcessGroup]]) -> bool:
+    return all(group() is None for group in groups)
 
 
 @cache
