@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, UserDict, defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -237,6 +237,117 @@ def test_a_read_only_mapping_stays_read_only() -> None:
 
     assert isinstance(mapped, MappingProxyType)
     assert mapped["x"].tolist() == [2.0, 2.0]
+
+
+class Row(tuple[Any, ...]):
+    """A tuple with a constructor of its own, which no iterable fits."""
+
+    note = ""
+
+    def __new__(cls, x: Any, y: Any) -> Row:
+        return super().__new__(cls, (x, y))
+
+
+class NotedPair(Pair):
+    """A namedtuple with a dictionary."""
+
+    note = ""
+
+
+class Bag(set[Any]):
+    """A set with a constructor of its own."""
+
+    note = ""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__((x, y))
+
+
+class FrozenBag(frozenset[Any]):
+    """The same, frozen and with a slot."""
+
+    __slots__ = ("note",)
+    note: str
+
+    def __new__(cls, x: Any, y: Any) -> FrozenBag:
+        return super().__new__(cls, (x, y))
+
+
+@pytest.mark.parametrize("kind", [Row, NotedPair, Bag, FrozenBag])
+def test_tuples_and_sets_with_attributes_and_constructors_of_their_own_keep_them(
+    kind: Any,
+) -> None:
+    batch = kind(ones(), "cat")
+    batch.note = "first"
+
+    mapped = map_tensors(batch, double)
+
+    assert (type(mapped), mapped.note, len(mapped)) == (kind, "first", 2)
+    assert [tensor.tolist() for tensor in tensors_of(mapped)] == [[2.0, 2.0]]
+    assert "cat" in mapped
+    assert [tensor.tolist() for tensor in tensors_of(batch)] == [[1.0, 1.0]]
+
+
+@dataclass
+class Record(dict[str, Any]):
+    x: Any
+    unset: Any = field(init=False)
+
+
+@dataclass
+class Rows(list[Any]):
+    x: Any
+    unset: Any = field(init=False)
+
+
+@pytest.mark.parametrize("in_items", [True, False])
+def test_a_dataclass_that_is_a_dict_has_its_fields_and_its_items_mapped(in_items: bool) -> None:
+    batch = Record(ones())
+    batch["y"] = ones() if in_items else "no tensor"
+
+    mapped = map_tensors(batch, double)
+
+    assert type(mapped) is Record
+    assert mapped.x.tolist() == [2.0, 2.0]
+    assert not hasattr(mapped, "unset")
+    assert (mapped["y"].tolist() == [2.0, 2.0]) if in_items else (mapped["y"] == "no tensor")
+    assert batch.x.tolist() == [1.0, 1.0]
+
+
+def test_a_dataclass_that_is_a_list_has_its_fields_and_its_items_mapped() -> None:
+    batch = Rows(ones())
+    batch.append(ones())
+
+    mapped = map_tensors(batch, double)
+
+    assert (type(mapped), mapped.x.tolist()) == (Rows, [2.0, 2.0])
+    assert [tensor.tolist() for tensor in mapped] == [[2.0, 2.0]]
+
+
+def test_a_dataclass_that_is_a_list_and_contains_itself_says_where() -> None:
+    batch = Rows(1)
+    batch.append(batch)
+
+    with pytest.raises(ValueError, match=r"batch\[0\] is batch again"):
+        map_tensors(batch, double)
+
+
+class Lazy(Mapping[str, Any]):
+    """A read-only mapping that is not made from another one."""
+
+    def __getitem__(self, key: str) -> Any:
+        return ones()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("x")
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_container_that_cannot_be_made_anew_is_refused_with_its_place() -> None:
+    with pytest.raises(TypeError, match=r"batch\['a'\]\[1\] is a Lazy, which cannot be made anew"):
+        map_tensors({"a": [1, Lazy()]}, double)
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserList, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from itertools import pairwise
 from operator import is_
@@ -40,7 +40,10 @@ def map_tensors(
 
     Of a packed sequence the lengths (`batch_sizes`) are left alone: torch keeps them on
     the host. Dataclasses and attrs classes are copied, not made anew: neither `__init__`
-    nor `__post_init__` runs, and fields that hold no tensor keep their values.
+    nor `__post_init__` runs, and fields that hold no tensor keep their values. A class that is
+    a container besides has both its items and its fields mapped. What else hangs on an object
+    of a subclass (attributes that are no fields) is kept as it is. A read-only mapping is
+    made anew by calling its class with a dict.
 
     Args:
         batch: anything.
@@ -51,6 +54,7 @@ def map_tensors(
 
     Raises:
         ValueError: if a container contains itself; the message says where.
+        TypeError: if a container with a tensor that changed cannot be made anew; likewise.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -95,8 +99,14 @@ def map_tensors(
         else:
             if not outer:
                 return new[0]
-            unchanged = all(map(is_, old, new))
-            result = container if unchanged else inside.rebuild(container, old, new)
+            if all(map(is_, old, new)):
+                result = container
+            else:
+                try:
+                    result = inside.rebuild(container, old, new)
+                except Exception as error:
+                    around = [frame[0] for frame in outer[1:]]
+                    raise TypeError(_cannot_be_rebuilt([*around, container], error)) from error
             memo[id(container)] = (container, result)
             container, inside, old, new, pending = outer.pop()
             new.append(result)
@@ -143,6 +153,11 @@ def _look_at(kind: type[Any]) -> object:
         return None
     if issubclass(kind, PackedSequence):
         return _PACKED
+    items, fields = _items_of(kind), _fields_of(kind)
+    return items if fields is None else _with_fields(fields, items)
+
+
+def _items_of(kind: type[Any]) -> _Container | None:
     if issubclass(kind, Mapping):
         return _MAPPING
     if issubclass(kind, (list, deque, UserList)):
@@ -151,10 +166,14 @@ def _look_at(kind: type[Any]) -> object:
         return _NAMEDTUPLE if hasattr(kind, "_make") else _TUPLE
     if issubclass(kind, (set, frozenset)):
         return _SET
+    return None
+
+
+def _fields_of(kind: type[Any]) -> tuple[str, ...] | None:
     if dataclasses.is_dataclass(kind):
-        return _with_fields(tuple(field.name for field in dataclasses.fields(kind)))
+        return tuple(field.name for field in dataclasses.fields(kind))
     if hasattr(kind, "__attrs_attrs__"):
-        return _with_fields(tuple(attribute.name for attribute in kind.__attrs_attrs__))
+        return tuple(attribute.name for attribute in kind.__attrs_attrs__)
     return None
 
 
@@ -185,15 +204,33 @@ def _rebuild_list(old: Any, _: list[Any], new: list[Any]) -> Any:
 
 
 def _rebuild_tuple(old: Any, _: list[Any], new: list[Any]) -> Any:
-    return type(old)(new)  # torch's result tuples take an iterable too
+    kind = type(old)
+    if kind is tuple or hasattr(kind, "n_sequence_fields"):
+        return kind(new)  # torch's result tuples take an iterable too, and want to be asked
+    # Not by its constructor, which may take anything.
+    return _with_attributes(tuple.__new__(kind, new), old)
 
 
 def _rebuild_namedtuple(old: Any, _: list[Any], new: list[Any]) -> Any:
-    return type(old)._make(new)
+    return _with_attributes(type(old)._make(new), old)
 
 
-def _rebuild_set(old: Set[Any], _: list[Any], new: list[Any]) -> Any:
-    return type(old)(new)  # type: ignore[call-arg]  # set and frozenset take an iterable
+def _rebuild_set(old: Any, _: list[Any], new: list[Any]) -> Any:
+    kind = type(old)
+    if isinstance(old, frozenset):
+        return _with_attributes(frozenset.__new__(kind, new), old)
+    twin = set.__new__(kind)
+    set.update(twin, new)
+    return _with_attributes(twin, old)
+
+
+def _with_attributes(twin: Any, old: Any) -> Any:
+    """The twin, with what hangs on an object of a subclass beside its items."""
+    state = object.__getstate__(old)  # its dictionary, and its slots if it has some
+    for attributes in state if isinstance(state, tuple) else (state,):
+        for name, value in (attributes or {}).items():
+            object.__setattr__(twin, name, value)
+    return twin
 
 
 def _rebuild_mapping(old: Mapping[Any, Any], values: list[Any], new: list[Any]) -> Any:
@@ -220,18 +257,26 @@ def _rebuild_packed(old: PackedSequence, _: list[Any], new: list[Any]) -> Packed
     return type(old)(data, old.batch_sizes, sorted_indices, unsorted_indices)
 
 
-def _with_fields(names: tuple[str, ...]) -> _Container:
+def _with_fields(names: tuple[str, ...], items: _Container | None) -> _Container:
+    """How to look into a class with fields, which may be a container of items as well."""
+
     def values(old: Any) -> list[Any]:
-        return [getattr(old, name, None) for name in names]  # init=False may never be set
+        fields = [getattr(old, name, None) for name in names]  # init=False may never be set
+        return fields if items is None else fields + items.values(old)
 
     def rebuild(old: Any, values: list[Any], new: list[Any]) -> Any:
-        twin = copy.copy(old)
-        for name, value, changed in zip(names, values, new, strict=True):
+        n = len(names)
+        twin = copy.copy(old) if items is None else items.rebuild(old, values[n:], new[n:])
+        for name, value, changed in zip(names, values[:n], new[:n], strict=True):
             if changed is not value:
                 object.__setattr__(twin, name, changed)  # frozen classes too
         return twin
 
-    return _Container(values, rebuild, lambda _: [f".{name}" for name in names])
+    def places(old: Any) -> list[str]:
+        fields = [f".{name}" for name in names]
+        return fields if items is None else fields + items.places(old)
+
+    return _Container(values, rebuild, places)
 
 
 _LIST: Final = _Container(list, _rebuild_list, _indices)
@@ -256,6 +301,17 @@ def _contains_itself(around: list[Any], value: Any) -> str:
     return (
         f"The batch contains itself: {_path([*around, value])} is {_path(around[: first + 1])} "
         "again, so it has no end. Take that reference out, or make it a weakref."
+    )
+
+
+def _cannot_be_rebuilt(around: list[Any], error: Exception) -> str:
+    """Say where the last one of `around` is, and what can be done about it."""
+    kind = type(around[-1]).__qualname__
+    return (
+        f"{_path(around)} is a {kind}, which cannot be made anew with the tensors that changed: "
+        f"{type(error).__name__}: {error}. A read-only mapping is called with a dict, other "
+        "containers are copied by copy.copy: support that, or return a plain container. For "
+        "moving to a device, a method to(device) of its own does as well."
     )
 
 
