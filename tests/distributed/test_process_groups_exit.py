@@ -26,8 +26,8 @@ import torch, torch.distributed as dist
 from trine.distributed import destroy_process_group, init_mesh, init_process_group
 init_process_group("gloo")
 mesh = init_mesh()  # which would keep the group until the interpreter is gone
-# The thread that carried the last collective drops its tensors when it gets the GIL. It
-# must not get it by chance: without a mend, about every second such run aborts.
+# The thread that carried the last collective needs the GIL to drop its tensors. Where it
+# does not get it by chance, one run in five aborts if nothing waits for that thread.
 sys.setswitchinterval(60)
 """
 GATHER = "dist.all_gather_object([None] * 2, dist.get_rank())\n"
