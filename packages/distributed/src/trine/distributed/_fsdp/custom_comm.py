@@ -84,8 +84,9 @@ class CustomComm(Comm):
     ) -> None:
         super().__init__(inner.pool, inner.rank, inner.world_size, inner.backend)
         self._borrowed = inner._borrowed
-        self._gather: AllGather | None = gather
-        self._reduce: ReduceScatter | None = reduce
+        # A rank on its own has nobody to communicate with, and no group to do it in.
+        self._gather: AllGather | None = gather if inner.world_size > 1 else None
+        self._reduce: ReduceScatter | None = reduce if inner.world_size > 1 else None
         self._inner: Comm = inner
         if isinstance(inner, CustomComm):
             self._gather, self._reduce = gather or inner._gather, reduce or inner._reduce
