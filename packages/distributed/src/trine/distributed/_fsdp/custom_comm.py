@@ -84,13 +84,14 @@ class CustomComm(Comm):
     ) -> None:
         super().__init__(inner.pool, inner.rank, inner.world_size, inner.backend)
         self._borrowed = inner._borrowed
-        # A rank on its own has nobody to communicate with, and no group to do it in.
-        self._gather: AllGather | None = gather if inner.world_size > 1 else None
-        self._reduce: ReduceScatter | None = reduce if inner.world_size > 1 else None
-        self._inner: Comm = inner
         if isinstance(inner, CustomComm):
-            self._gather, self._reduce = gather or inner._gather, reduce or inner._reduce
-            self._inner = inner._inner
+            gather, reduce = gather or inner._gather, reduce or inner._reduce
+            inner = inner._inner
+        # A rank on its own has nobody to communicate with, and no group to do it in.
+        alone = inner.world_size == 1
+        self._gather: AllGather | None = None if alone else gather
+        self._reduce: ReduceScatter | None = None if alone else reduce
+        self._inner: Comm = inner
 
     def use_pool(self, pool: BufferPool) -> None:
         """See `Comm.use_pool`."""
