@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trine.core import Device, TrineError, get_device
+from trine.core import CUDADevice, Device, TrineError, get_device
 
 __all__ = [
     "BorrowedGroup",
@@ -173,7 +173,7 @@ def _why_not(backend: str) -> str | None:
     if not dist.is_backend_available(backend):
         return f"This torch ({torch.__version__}) was built without the backend {backend!r}."
     # The wheels for CUDA have nccl on machines without a GPU too.
-    if backend == dist.Backend.NCCL and torch.cuda.device_count() == 0:
+    if backend == dist.Backend.NCCL and CUDADevice.count() == 0:
         return "The backend 'nccl' needs a GPU, and this machine has none."
     return None
 

@@ -51,7 +51,8 @@ def fully_shard(
     Call it bottom-up, on each block and then on the model: each call makes one unit whose
     parameters are gathered together before the module computes, freed after it, gathered
     again for its backward, and whose gradients are averaged over the ranks and sharded.
-    Parameters become DTensors, cut along dim 0; make the optimizer afterwards. Every rank
+    Parameters become DTensors, cut along dim 0 unless `shard_placement_fn` says otherwise; make
+    the optimizer afterwards. Every rank
     must make the same calls and hold the same initial values.
 
     Args:
