@@ -60,6 +60,15 @@ def test_the_script_of_the_tutorial_also_runs_without_torchrun(tmp_path: Path) -
     assert "step 29: loss" in printed
 
 
+def test_a_parameters_life_is_as_the_page_tells_it(tmp_path: Path) -> None:
+    page = "docs/explanation/a-parameters-life.md"
+    shown = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+    printed = run(tmp_path, program(page), *TORCHRUN, file="life.py")
+
+    assert printed == "".join(shown)
+
+
 def test_the_test_of_the_how_to_guide_passes(tmp_path: Path) -> None:
     code = program("docs/howto/test-on-several-ranks.md")
 
