@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PACKAGES = {"core": ("core",), "distributed": ("core", "distributed"), "tools": ("core", "tools")}
 TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
+OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for, to be tried
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 # Torch comes as one wheel per accelerator, and the package index alone gives
@@ -95,6 +96,14 @@ def tests_gloo(session: nox.Session) -> None:
     session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
 
 
+@nox.session(default=False)
+@nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
+def tests_torch(session: nox.Session, torch: str) -> None:
+    """As tests_gloo, with another torch: -s "tests_torch(2.11.0)", or all of them without one."""
+    install(session, "distributed", groups=["test"], torch=torch)
+    session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(tags=["cpu"])
 def together(session: nox.Session) -> None:
     """All three: the engine emits, tools record, the timeline and the table come out."""
@@ -155,7 +164,9 @@ def bench(session: nox.Session) -> None:
         session.run("python", str(script), *options)
 
 
-def install(session: nox.Session, *packages: str, groups: list[str] | None = None) -> None:
+def install(
+    session: nox.Session, *packages: str, groups: list[str] | None = None, torch: str = TORCH
+) -> None:
     """Install our packages (editable) with what they need, and groups of pyproject.toml.
 
     Every install goes through here, under a constraint on torch: no dependency
@@ -164,15 +175,15 @@ def install(session: nox.Session, *packages: str, groups: list[str] | None = Non
     needed = dict.fromkeys(dep for name in packages for dep in PACKAGES[name])
     editable = [arg for name in needed for arg in ("--editable", f"packages/{name}")]
     tools = nox.project.dependency_groups(PYPROJECT, *(groups or []))
-    session.install("--constraint", str(constraints(session)), *editable, *tools)
+    session.install("--constraint", str(constraints(session, torch)), *editable, *tools)
 
 
-def constraints(session: nox.Session) -> Path:
+def constraints(session: nox.Session, torch: str = TORCH) -> Path:
     """Write the constraints file; `==2.13.0` is met by a local build such as 2.13.0+cpu."""
     # Not in session.create_tmp(), which would move TMPDIR into a path that may
     # be too long for the sockets the tests open there.
-    file = session.cache_dir / f"constraints-torch-{TORCH}.txt"
-    file.write_text(f"torch=={TORCH}\n", encoding="utf-8")
+    file = session.cache_dir / f"constraints-torch-{torch}.txt"
+    file.write_text(f"torch=={torch}\n", encoding="utf-8")
     return file
 
 

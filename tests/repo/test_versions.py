@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from tests.repo.tree import PACKAGES, project
+from tests.repo.tree import PACKAGES, ROOT, project
 
 
 def requirements(package: str) -> dict[str, Requirement]:
@@ -48,6 +50,15 @@ def test_packages_ask_for_the_same_torch() -> None:
     needs = [requirements(package).get("torch") for package in PACKAGES]
 
     assert len({need.specifier for need in needs if need}) == 1
+
+
+def test_a_session_runs_the_oldest_torch_that_is_asked_for() -> None:
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^OTHER_TORCHES = \((.*?)\)", noxfile, re.MULTILINE)
+
+    oldest = min(Version(text) for text in re.findall(r'"(.*?)"', listed))
+
+    assert str(requirements("core")["torch"].specifier) == f">={oldest.major}.{oldest.minor}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
