@@ -85,6 +85,14 @@ def test_chunk_cat_lays_equal_chunks_of_each_tensor_side_by_side(
         assert out[rank, chunk * 2 : chunk * 2 + second.numel()].tolist() == second.tolist()
 
 
+def test_chunk_cat_passes_over_tensors_without_columns() -> None:
+    out = torch.zeros(2, 2)
+
+    torch_internals.chunk_cat([torch.zeros(5, 0), torch.tensor([1.0, 2, 3])], 2, out)
+
+    assert out.flatten()[:3].tolist() == [1, 2, 3]
+
+
 def test_only_one_module_of_the_engine_touches_private_names_of_torch() -> None:
     folder = Path(torch_internals.__file__).parent
     private = re.compile(r"\btorch(\.\w+)*\._|\._local_tensor|\._parameters|_execution_engine")

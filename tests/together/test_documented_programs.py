@@ -93,3 +93,11 @@ def test_the_example_of_a_readme_runs(page: str, tmp_path: Path) -> None:
     printed = run(tmp_path, program(page))
 
     assert printed == ""
+
+
+def test_the_two_kinds_of_parallelism_print_what_the_page_says(tmp_path: Path) -> None:
+    page = "docs/howto/combine-with-tensor-parallelism.md"
+
+    printed = run(tmp_path, program(page))
+
+    assert printed in (ROOT / page).read_text(encoding="utf-8")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
@@ -136,6 +137,9 @@ class MeshAxes:
         self._shard_group = None if shard_group is None else BorrowedGroup(shard_group)
         self._replicate_group = None if replicate_group is None else BorrowedGroup(replicate_group)
         self.mesh = mesh
+        self._given = mesh
+        self._data_axes = sorted(shard_axes + replicate_axes)
+        self._joined: dict[tuple[DeviceMesh, tuple[int, ...]], DeviceMesh] = {}
         self._shard_axes = shard_axes
         if len(shard_axes) > 1 or len(replicate_axes) > 1:
             # Cut over two axes, rows are dealt twice; taken as one axis, once. DTensor must
@@ -159,26 +163,15 @@ class MeshAxes:
     def _take_axes_as_one(
         self, mesh: DeviceMesh, replicate_axes: list[int], shard_axes: list[int]
     ) -> None:
-        others = [axis for axis in range(mesh.ndim) if axis not in replicate_axes + shard_axes]
-        planes = mesh.mesh.permute(*others, *replicate_axes, *shard_axes).reshape(
-            -1, self.replicate_size, self.shard_size
-        )
-        plane = next(each for each in planes if dist.get_rank() in each)
         groups = [
-            group
-            for group, axes in (
-                (self.replicate_group, replicate_axes),
-                (self.shard_group, shard_axes),
+            (name, group)
+            for name, group, axes in (
+                ("replicate", self.replicate_group, replicate_axes),
+                ("shard", self.shard_group, shard_axes),
             )
             if axes and group is not None
         ]
-        if len(groups) == 1:
-            self.mesh = DeviceMesh.from_group(groups[0], mesh.device_type)
-        else:
-            names = ("replicate", "shard")
-            self.mesh = DeviceMesh.from_group(
-                groups, mesh.device_type, mesh=plane, mesh_dim_names=names
-            )
+        self.mesh = _mesh_of(groups, mesh.device_type)
         self._shard_axes = [len(groups) - 1] if shard_axes else []
 
     @property
@@ -192,6 +185,34 @@ class MeshAxes:
         return None if self._replicate_group is None else self._replicate_group()
 
     @property
+    def ranks(self) -> set[int]:
+        """The ranks that share one copy with this one, and those that hold the same part."""
+        groups = (self.shard_group, self.replicate_group)
+        return {rank for group in groups for rank in _ranks_of(group)}
+
+    def data_axes_of(self, mesh: DeviceMesh) -> list[int]:
+        """Which axes of `mesh` are for data parallelism: those of the mesh given, else none."""
+        return self._data_axes if mesh == self._given else []
+
+    def joined(self, mesh: DeviceMesh, axes: Sequence[int]) -> DeviceMesh:
+        """A mesh of the replicate axis, `axes` of another mesh, and the shard axis, in this order.
+
+        Args:
+            mesh: whose ranks form a grid with those of this one, as parts of one mesh do.
+            axes: which of its axes.
+        """
+        key = (mesh, tuple(axes))
+        if key not in self._joined:
+            names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+            parts = [("replicate", self.replicate_group)]
+            parts += [(names[axis], mesh.get_group(axis)) for axis in axes]
+            parts += [("shard", self.shard_group)]
+            self._joined[key] = _mesh_of(
+                [(name, group) for name, group in parts if group is not None], self.device_type
+            )
+        return self._joined[key]
+
+    @property
     def device_type(self) -> str:
         """The kind of device that the ranks compute on."""
         return self.mesh.device_type
@@ -202,6 +223,34 @@ class MeshAxes:
             Shard(dim) if dim is not None and axis in self._shard_axes else Replicate()
             for axis in range(self.mesh.ndim)
         ]
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+
+
+def _mesh_of(axes: Sequence[tuple[str, dist.ProcessGroup]], device_type: str) -> DeviceMesh:
+    """A mesh with these groups as its axes, of all ranks that they reach from this one.
+
+    In a grid a step along one axis changes the rank by as much wherever it starts.
+    """
+    if len(axes) == 1:
+        return DeviceMesh.from_group(axes[0][1], device_type, mesh_dim_names=(axes[0][0],))
+    here = dist.get_rank()
+    steps = [[rank - here for rank in _ranks_of(group)] for _, group in axes]
+    ranks = [here + sum(step) for step in product(*steps)]
+    if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(dist.get_world_size())):
+        raise ValueError(
+            f"The axes {[name for name, _ in axes]} with the ranks "
+            f"{[_ranks_of(group) for _, group in axes]} form no grid around rank {here}. Take both "
+            "meshes from one: mesh = init_mesh({'dp': 2, 'tp': 4}), then mesh['dp'], mesh['tp']."
+        )
+    return DeviceMesh.from_group(
+        [group for _, group in axes],
+        device_type,
+        mesh=torch.tensor(ranks).view([len(step) for step in steps]),
+        mesh_dim_names=tuple(name for name, _ in axes),
+    )
 
 
 def _axis(mesh: DeviceMesh, name: str) -> int:

@@ -52,8 +52,9 @@ def fully_shard(
     parameters are gathered together before the module computes, freed after it, gathered
     again for its backward, and whose gradients are averaged over the ranks and sharded.
     Parameters become DTensors, cut along dim 0 unless `shard_placement_fn` says otherwise; make
-    the optimizer afterwards. Every rank
-    must make the same calls and hold the same initial values.
+    the optimizer afterwards. Every rank must make the same calls and hold the same initial
+    values. A parameter that is a DTensor already, over tensor-parallel ranks, is cut once more
+    and is that DTensor again while the module computes; call `parallelize_module` first.
 
     Args:
         module: changed in place: its class becomes `FSDP<name>` with the methods of
@@ -71,14 +72,16 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy` keeps shards in host memory; on a mesh of CPUs
             they are there already, so it changes nothing. On others not implemented yet.
         ignored_params: left as they are: not sharded, not gathered, not reduced.
-        dp_mesh_dims: which axes of `mesh` to shard and replicate over, by name.
+        dp_mesh_dims: which axes of `mesh` to shard and replicate over, by name. Parameters
+            may be DTensors over the whole of `mesh`, replicated along these axes.
 
     Returns:
         `module` itself.
 
     Raises:
         ValueError: if a module is sharded already, has no parameters, or shares one with a
-            module that another call has sharded.
+            module that another call has sharded; if a parameter is distributed already over
+            the ranks that it would be cut over.
         TypeError: if `module` is not a module.
         NotImplementedError: for an argument that is not implemented yet, naming it.
     """

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.param import Slot
 from trine.distributed._fsdp.state import state_of
@@ -40,7 +39,6 @@ def managed_params(
     Raises:
         ValueError: if the module has no parameters, or one of them is shared with a module
             that has been sharded by another call.
-        NotImplementedError: if one is a DTensor already.
     """
     for module in modules:
         if next(module.parameters(), None) is None:
@@ -88,9 +86,4 @@ def _check(param: nn.Parameter, fqn: str) -> None:
             f"{fqn} is shared with {taken[1]}, which another call of "
             "fully_shard has sharded already: the two would train apart. Shard the modules "
             "that share a parameter in one call, on a module that contains them all."
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"{fqn} is a DTensor on {param.device_mesh}: sharding parameters that are "
-            "distributed already (tensor parallel) is not implemented yet."
         )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
+from trine.distributed._fsdp.distribution import Distribution
 from trine.distributed._fsdp.layout import ShardLayout
 from trine.distributed._fsdp.successors import note_successor
 from trine.distributed._fsdp.torch_internals import (
@@ -84,14 +85,16 @@ class ShardedParam:
     row for each, so that it travels with the others and its gradient is reduced for all.
 
     Args:
-        param: the whole parameter, equal on every rank; not changed.
+        param: the whole parameter, equal on every rank, or a DTensor over other ranks; not
+            changed.
         slots: where it stands; several if it is tied.
         axes: the ranks it is cut over.
         fqn: its name for messages.
         dim: along which it is cut.
 
     Attributes:
-        shape: of the whole.
+        shape: of what the ranks of `axes` share: the whole, unless tensor parallelism has
+            dealt the parameter out before.
         layout: how its rows are dealt.
         sharded: what the user sees. Put into the slots by `show_sharded`.
         local: this rank's rows, once bound in the group's buffer.
@@ -109,10 +112,16 @@ class ShardedParam:
         self.slots = tuple(slots)
         self.fqn = fqn
         self.axes = axes
-        self.shape = tuple(param.shape)
+        self._before: Distribution | None = None
+        self._global_shape = tuple(param.shape)
+        whole = param.detach()
+        if isinstance(whole, DTensor):
+            self._before = Distribution(whole, axes, fqn)
+            whole = whole.to_local()
+        self.shape = tuple(whole.shape)
         self.dim = dim if self.shape else None
         with torch.no_grad():
-            laid = self.lay(param.detach())
+            laid = self.lay(whole)
             self.layout = ShardLayout(tuple(laid.shape), axes.shard_size)
             first, end = self.layout.rows_of(axes.shard_rank)
             rows = laid[first:end]
@@ -142,14 +151,15 @@ class ShardedParam:
 
     def as_dtensor(self, rows: Tensor) -> DTensor:
         """This rank's rows as a DTensor of the parameter's shape; memory is shared."""
+        before = self._before
         with torch.no_grad():
             return DTensor.from_local(
                 self.own(rows),
-                self.axes.mesh,
-                self.axes.placements(self.dim),
+                self.axes.mesh if before is None else before.mesh,
+                (self.axes if before is None else before).placements(self.dim),
                 run_check=False,
-                shape=torch.Size(self.shape),
-                stride=_contiguous_stride(self.shape),
+                shape=torch.Size(self._global_shape),
+                stride=_contiguous_stride(self._global_shape),
             )
 
     def gather_from(self, parts: Tensor, into: Tensor) -> None:
@@ -212,7 +222,7 @@ class ShardedParam:
                 what = "nothing" if found is None else f"a {type(found).__name__} {found.shape}"
                 raise ValueError(
                     f"{self.fqn} was replaced by {what}; expected a DTensor of shape "
-                    f"{tuple(self.sharded.shape)} sharded like the one before. Replace "
+                    f"{self._global_shape} sharded like the one before. Replace "
                     "parameters before fully_shard, or load values into them in place."
                 )
             self._set_sharded(found)
@@ -244,6 +254,9 @@ class ShardedParam:
         self.local = local
         self._linked = set_local_tensor(self._dtensor, local)
         self._shown_trainable = self.sharded.requires_grad
+        if self._before is not None:
+            with torch.no_grad():
+                unsharded = self._before.as_before(unsharded)
         self.unsharded = nn.Parameter(unsharded, requires_grad=self._shown_trainable)
         note_successor(self.unsharded, self)
         for name, value in vars(self.sharded).items():
@@ -289,10 +302,20 @@ class ShardedParam:
         if grad is None or grad.dtype is dtype:
             return  # autograd accumulates in place
         unsharded.grad = None
+        grad = self._on_this_rank(grad)
         if self._kept_grad is None:
             self._kept_grad = grad.to(dtype)
         else:
             self._kept_grad.add_(grad)
+
+    def _on_this_rank(self, grad: Tensor) -> Tensor:
+        return grad if self._before is None else self._before.local_grad(grad)
+
+    def drop_grad(self) -> None:
+        """Forget the whole gradient accumulated on this rank."""
+        self._kept_grad = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
 
     def take_grad(self) -> Tensor | None:
         """The whole gradient accumulated on this rank, which then is forgotten."""
@@ -301,6 +324,8 @@ class ShardedParam:
         grad, kept = unsharded.grad, self._kept_grad
         unsharded.grad = None
         self._kept_grad = None
+        if grad is not None:
+            grad = self._on_this_rank(grad)
         if kept is None:
             return grad
         return kept if grad is None else kept.add_(grad)

@@ -322,8 +322,7 @@ class ParamGroup:
         What was kept on this rank for a later reduction is dropped with them.
         """
         for param in self.params:
-            if param.unsharded is not None:
-                param.take_grad()
+            param.drop_grad()
             if set_to_none:
                 param.sharded.grad = None
             elif param.sharded.grad is not None:
@@ -333,8 +332,7 @@ class ParamGroup:
         """Forget an iteration that broke off: drop its gradients, free what was gathered."""
         self._reducer.drop()
         for param in self.params:
-            if param.unsharded is not None:
-                param.take_grad()
+            param.drop_grad()
         self.reshard()
 
 

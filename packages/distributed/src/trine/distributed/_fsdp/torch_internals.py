@@ -180,7 +180,7 @@ def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
             with anything.
     """
     together = getattr(torch, "_chunk_cat", None)
-    if together is not None and all(t.dtype is out.dtype and t.shape[0] for t in tensors):
+    if together is not None and all(t.dtype is out.dtype and t.numel() for t in tensors):
         together(tensors, 0, chunks, out=out)
         return
     offset = 0
