@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -101,19 +100,6 @@ def test_parameters_that_are_distributed_already_are_refused_by_name() -> None:
 
     with pytest.raises(NotImplementedError, match="weight is a DTensor"):
         fully_shard(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("reshard_after_forward", 2),
-    ],
-)
-def test_an_argument_that_is_not_implemented_is_named(name: str, value: object) -> None:
-    arguments: dict[str, Any] = {name: value}
-
-    with pytest.raises(NotImplementedError, match=f"does not implement {name} yet"):
-        fully_shard(nn.Linear(2, 2), **arguments)
 
 
 def test_a_mesh_of_three_axes_needs_names_for_its_parts() -> None:

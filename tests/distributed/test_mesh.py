@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trine.distributed import destroy_process_group, init_mesh, init_process_group
+from trine.distributed.mesh import MeshAxes
 from trine.distributed.testing import run_on_ranks
 
 
@@ -63,3 +65,22 @@ def test_a_mesh_starts_the_process_group_if_nobody_has() -> None:
 def test_a_mesh_that_does_not_fit_the_world_is_refused(axes: dict[str, int], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         init_mesh(axes)
+
+
+@pytest.mark.parametrize(
+    ("rank", "axis", "neighbours"),
+    [(0, "inner", [0, 1]), (3, "inner", [2, 3]), (6, "inner", [6, 7]), (7, "outer", [5, 7])],
+)
+def test_a_subgroup_is_of_neighbours_on_the_shard_axis_and_made_once(
+    rank: int, axis: str, neighbours: list[int]
+) -> None:
+    destroy_process_group()
+    # Eight ranks, of which only this one exists: nothing is sent.
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    sizes = {"inner": {"copies": 2, "inner": 4}, "outer": {"outer": 4, "copies": 2}}
+    mesh = init_mesh(sizes[axis], device="cpu")[axis]
+
+    subgroup = MeshAxes.of(mesh).shard_subgroup(2)
+
+    assert dist.get_process_group_ranks(subgroup) == neighbours
+    assert MeshAxes.of(mesh).shard_subgroup(2) is subgroup

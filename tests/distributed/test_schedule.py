@@ -34,6 +34,9 @@ class FakeUnit:
     def reshard(self) -> None:
         self._note("reshard")
 
+    def reshard_until_backward(self) -> None:
+        self._note("reshard_until_backward")
+
     def reduce_grads(self) -> None:
         self._note("reduce_grads")
         self._steps_left = self.collectives
@@ -93,7 +96,7 @@ def test_a_block_is_freed_after_its_forward_and_the_root_is_not() -> None:
 
     tree.forward()
 
-    assert tree.blocks[0].calls == ["unshard", "wait_for_unshard", "reshard"]
+    assert tree.blocks[0].calls == ["unshard", "wait_for_unshard", "reshard_until_backward"]
     assert tree.root.calls == ["unshard", "wait_for_unshard"]
 
 
@@ -112,7 +115,44 @@ def test_a_block_told_to_stay_whole_is_not_freed_after_forward() -> None:
 
     tree.forward()
 
-    assert "reshard" not in tree.blocks[0].calls
+    assert tree.blocks[0].calls == ["unshard", "wait_for_unshard"]
+
+
+def test_a_block_without_a_backward_to_come_is_freed_altogether() -> None:
+    tree = Tree("a", "b")
+
+    tree.forward(grads_wanted=False)
+
+    assert [unit.calls[-1] for unit in (tree.root, *tree.blocks)] == ["reshard"] * 3
+
+
+def test_a_block_that_is_not_gathered_for_its_backward_is_freed_altogether() -> None:
+    tree = Tree("embedding")
+    tree.settings.gathers_in_backward = False
+
+    tree.forward()
+
+    assert tree.blocks[0].calls[-1] == "reshard"
+
+
+def test_a_block_with_two_backwards_is_freed_until_the_second_and_then_altogether() -> None:
+    tree = Tree("shared")
+    schedule, (shared,) = tree.schedule, tree.blocks
+    schedule.begin_forward()
+    schedule.pre_forward(tree.root)
+    for _ in range(2):
+        schedule.pre_forward(shared)
+        schedule.post_forward(shared, grads_wanted=True)
+    schedule.post_forward(tree.root, grads_wanted=True)
+    schedule.pre_backward(tree.root)
+    tree.forget()
+
+    for _ in range(2):
+        schedule.pre_backward(shared)
+        schedule.post_backward(shared)
+
+    frees = [call for call in shared.calls if call.startswith("reshard")]
+    assert frees == ["reshard_until_backward", "reshard"]
 
 
 def test_the_second_forward_gathers_the_next_block_before_a_block_computes() -> None:
@@ -268,11 +308,11 @@ def test_a_unit_of_two_modules_is_gathered_for_the_first_and_freed_after_both() 
 
     assert schedule.pre_forward(pair, 0) is True
     schedule.post_forward(pair, 0, grads_wanted=True)
-    assert "reshard" not in pair.calls
+    assert pair.calls == ["unshard", "wait_for_unshard"]
     assert schedule.pre_forward(pair, 1) is False
     schedule.post_forward(pair, 1, grads_wanted=True)
 
-    assert pair.calls.count("reshard") == 1
+    assert pair.calls.count("reshard_until_backward") == 1
     assert schedule.phase_of(pair) is Phase.AWAITS_BACKWARD
 
 
@@ -287,7 +327,7 @@ def test_a_unit_of_which_one_module_ran_is_freed_when_the_root_has_computed() ->
 
     schedule.end_forward()
 
-    assert pair.calls[-1] == "reshard"
+    assert pair.calls[-1] == "reshard_until_backward"
     assert schedule.phase_of(pair) is Phase.AWAITS_BACKWARD
 
 

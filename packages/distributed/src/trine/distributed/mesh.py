@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -184,6 +185,27 @@ class MeshAxes:
         """The ranks that hold the same part; None if there is no other."""
         return None if self._replicate_group is None else self._replicate_group()
 
+    def shard_subgroup(self, size: int) -> dist.ProcessGroup:
+        """The `size` neighbours among the ranks of one copy to which this rank belongs.
+
+        Made once for each group of ranks, and kept as long as the world. All ranks of the
+        copy must call it, in one order.
+
+        Args:
+            size: a divisor of `shard_size`, neither 1 nor all.
+        """
+        group = self.shard_group
+        assert group is not None
+        made = _subgroups.setdefault(group, {})
+        if size not in made:
+            ranks = dist.get_process_group_ranks(group)
+            first = group.rank() // size * size
+            # Among the members only: other ranks of the world may be busy with other models.
+            subgroup = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            assert isinstance(subgroup, dist.ProcessGroup)
+            made[size] = BorrowedGroup(subgroup)
+        return made[size]()
+
     @property
     def ranks(self) -> set[int]:
         """The ranks that share one copy with this one, and those that hold the same part."""
@@ -288,3 +310,6 @@ def _group(mesh: DeviceMesh, axes: list[int]) -> tuple[dist.ProcessGroup | None,
 
 _axes_with_groups: dict[tuple[int, DataParallelMeshDims | None], MeshAxes] = {}
 _meshes_kept: list[DeviceMesh] = []
+_subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, BorrowedGroup]] = (
+    weakref.WeakKeyDictionary()
+)

@@ -27,6 +27,7 @@ from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.root import share_buffers
 from trine.distributed._fsdp.schedule import UnitSettings
 from trine.distributed._fsdp.state import FSDPState, set_state, state_of
+from trine.distributed._fsdp.subgroup import SubgroupGather
 from trine.distributed._fsdp.successors import note_successor
 from trine.distributed.mesh import DataParallelMeshDims, MeshAxes, init_mesh
 
@@ -65,7 +66,10 @@ def fully_shard(
             shard each over the second (hybrid sharding). None: shard over all ranks.
         reshard_after_forward: free the gathered parameters after forward (True) or keep
             them until backward (False); None: True, but False for the root, whose backward
-            comes first.
+            comes first. A number n, which must divide the ranks that parameters are sharded
+            over: keep 1/n of them, and gather for backward among n neighbouring ranks, such
+            as those of one machine; 1 means False, and all ranks mean True. Between forward
+            and backward the module shows the sharded parameters, as after True.
         shard_placement_fn: called with each whole parameter; returns the dim to cut as
             `Shard(dim)`, a `ShardPlacement` for a mesh of its own too, or None for dim 0.
         mp_policy: dtypes of computation, reduction and output; None for the parameters' own.
@@ -85,9 +89,6 @@ def fully_shard(
         TypeError: if `module` is not a module.
         NotImplementedError: for an argument that is not implemented yet, naming it.
     """
-    _refuse_unimplemented(
-        reshard_after_forward=type(reshard_after_forward) is int,
-    )
     modules = _modules(module)
     ignored = _check_ignored(ignored_params)
     params = managed_params(modules, ignored)
@@ -95,12 +96,11 @@ def fully_shard(
     if isinstance(offload_policy, CPUOffloadPolicy) and axes.device_type != "cpu":
         _refuse_unimplemented(offload_policy=True)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    settings = UnitSettings(
-        reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward)
-    )
-    reduce_settings = ReduceSettings()
     placed = [_placed(each, shard_placement_fn, axes) for each in params]
-    groups = _make_groups(placed, policy, reduce_settings)
+    reshards, again_among = _reshard_after_forward(reshard_after_forward, axes, placed)
+    settings = UnitSettings(reshard_after_forward=reshards)
+    reduce_settings = ReduceSettings()
+    groups = _make_groups(placed, policy, reduce_settings, again_among)
     state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
     for each in modules:
         set_state(each, state)
@@ -203,7 +203,6 @@ def _check_ignored(given: set[nn.Parameter] | None) -> set[nn.Parameter]:
 
 
 _NOT_YET = {
-    "reshard_after_forward": "resharding to a smaller world size (an integer)",
     "offload_policy": "host memory for shards of another device",
 }
 
@@ -244,8 +243,35 @@ def _placed(
     return each, asked.dim % dims, axes
 
 
+def _reshard_after_forward(
+    given: bool | int | None, axes: MeshAxes, placed: list[_Placed]
+) -> tuple[bool | None, int | None]:
+    """Whether to free after forward, and among how many ranks to gather again, if not all."""
+    if given is None or isinstance(given, bool):
+        return given, None
+    if not isinstance(given, int):
+        raise TypeError(
+            "reshard_after_forward must be True, False, None or a number of ranks, got "
+            f"{given!r} ({type(given).__name__})."
+        )
+    sizes = {axes.shard_size: "parameters are sharded over"}
+    sizes.update({each[2].shard_size: f"{each[0].fqn} is sharded over" for each in placed})
+    for size, what in sizes.items():
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        if given not in divisors:
+            raise ValueError(
+                f"reshard_after_forward={given} was given, but the {size} rank(s) that {what} "
+                f"cannot be taken {given} at a time. Expected a divisor of {size} "
+                f"({', '.join(map(str, divisors))}), True, False or None."
+            )
+    return (False, None) if given == 1 else (True, given)
+
+
 def _make_groups(
-    placed: list[_Placed], policy: MixedPrecisionPolicy, settings: ReduceSettings
+    placed: list[_Placed],
+    policy: MixedPrecisionPolicy,
+    settings: ReduceSettings,
+    again_among: int | None,
 ) -> list[ParamGroup]:
     """One group for each dtype and mesh, in the order in which they occur."""
     members: dict[tuple[torch.dtype, int], list[ShardedParam]] = {}
@@ -258,5 +284,8 @@ def _make_groups(
         axes = params[0].axes
         # Each with a pool of its own until the root lets them share one.
         comm = comm_for(axes.shard_group, BufferPool())
-        groups.append(ParamGroup(params, axes, comm, policy, settings))
+        again = None
+        if again_among is not None and again_among < axes.shard_size:
+            again = SubgroupGather(comm_for(axes.shard_subgroup(again_among), comm.pool))
+        groups.append(ParamGroup(params, axes, comm, policy, settings, again))
     return groups

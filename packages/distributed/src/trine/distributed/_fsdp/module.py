@@ -73,9 +73,22 @@ class FSDPModule:
         schedule_of(_state(self)).is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether parameters are freed after forward; see `fully_shard`."""
+        """Choose whether parameters are freed after forward; see `fully_shard`.
+
+        Backward then gathers among all ranks, also if `fully_shard` was given a number.
+
+        Raises:
+            TypeError: for a number, which must be given to `fully_shard`.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise TypeError(
+                "set_reshard_after_forward takes True or False, got "
+                f"{reshard_after_forward!r}. Give a number of ranks to fully_shard instead."
+            )
         for state in _states(self, recurse):
             state.settings.reshard_after_forward = reshard_after_forward
+            for group in state.groups:
+                group.gather_again_among_all()
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -205,7 +218,11 @@ class FSDPModule:
             state.schedule.reset()
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather this module's parameters with `comm`; see `trine.distributed.fsdp.comm`."""
+        """Gather this module's parameters with `comm`; see `trine.distributed.fsdp.comm`.
+
+        It gathers among all ranks that share a copy. With a number as `reshard_after_forward`
+        the gather for backward among fewer stays the engine's own: it needs no buffers.
+        """
         for group in _state(self).groups:
             group.exchange_comm(gather=comm)
 

@@ -2,8 +2,8 @@
 
 All parameters of a group have one dtype, one mesh and one policy, so one flat buffer and
 one collective serve them all. The schedule calls `unshard`, `wait_for_unshard`, `reshard`,
-`reduce_grads`, `finish_reduce` and `reset`; each does what it says whatever came before,
-and nothing where there is nothing to do.
+`reshard_until_backward`, `reduce_grads`, `finish_reduce` and `reset`; each does what it says
+whatever came before, and nothing where there is nothing to do.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
+from trine.distributed._fsdp.subgroup import SubgroupGather
 from trine.distributed._fsdp.torch_internals import versions_of
 from trine.distributed._fsdp.transfers import Transfer, Transfers
 from trine.distributed.mesh import MeshAxes
@@ -45,7 +46,7 @@ class _Storage(Enum):
 class _Gather:
     transfer: Transfer
     pending: Pending
-    out: Tensor
+    out: Tensor | None  # None: it arrives in place
 
 
 class _OptimizerSteps:
@@ -75,6 +76,7 @@ class ParamGroup:
         comm: collectives over the ranks they are cut over.
         policy: dtypes to gather and reduce in.
         settings: how to reduce.
+        again: how to gather for backward, if not like for forward.
 
     Attributes:
         name: full name of the module whose parameters these are; see `rename`.
@@ -87,6 +89,7 @@ class ParamGroup:
         comm: Comm,
         policy: MixedPrecisionPolicy,
         settings: ReduceSettings,
+        again: SubgroupGather | None = None,
     ) -> None:
         # Those cut along dim 0 come first: one operation serves them all.
         self.params = sorted(params, key=lambda param: bool(param.dim))
@@ -98,6 +101,7 @@ class ParamGroup:
         self.layout = GroupLayout([param.layout for param in self.params])
         self._holds = _Storage.EMPTY
         self._gather: _Gather | None = None
+        self._again = again
         self._transfers = Transfers(comm)
         self._reducer = GradReducer(
             self.params, comm, axes.replicate_group, settings, self._transfers
@@ -147,9 +151,11 @@ class ParamGroup:
                     self._padded.append(padded)
         self._flat = flat
         self._watched = [tensor for param in self.params for tensor in param.watched()]
+        self._whole_flat = whole
         self._whole = whole.untyped_storage()
         self._whole_nbytes = self._whole.nbytes()
         self._whole.resize_(0)
+        self._drop_piece()
         self._reducer.forget_buffers()
 
     def _buffer(self) -> Tensor:
@@ -221,6 +227,12 @@ class ParamGroup:
             self.reshard()
         flat = self._buffer()
         start_ns = time.perf_counter_ns() if tracing.enabled else 0
+        if self._again is not None and self._again.holds_piece:
+            if self._gathered_at == self._now():
+                self._gather = self._gather_again(self._again, start_ns)
+                self._holds = _Storage.FILLING
+                return
+            self._again.drop()
         out = self.comm.gather_buffer(
             (self.comm.world_size, flat.numel()), self._gather_dtype, flat.device
         )
@@ -236,6 +248,13 @@ class ParamGroup:
         )
         self._gathered_at = self._now()
         self._holds = _Storage.FILLING
+
+    def _gather_again(self, again: SubgroupGather, start_ns: int) -> _Gather:
+        whole = self._whole_flat
+        self._whole.resize_(self._whole_nbytes)
+        pending = self._transfers.guard("all_gather", lambda: again.fill(whole))
+        sent = again.nbytes(whole)
+        return _Gather(Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, None)
 
     def _now(self) -> tuple[int, int]:
         """Changes when the shards do: by an optimizer, or by hand and in place.
@@ -256,10 +275,11 @@ class ParamGroup:
         assert gather is not None
         self._transfers.wait(gather.transfer, gather.pending)
         self._gather = None
-        with tracing.span("copy_out", "mem", self.name):
-            self._whole.resize_(self._whole_nbytes)
-            self._copy_out(gather.out)
-        self.comm.release(gather.out)
+        if gather.out is not None:
+            with tracing.span("copy_out", "mem", self.name):
+                self._whole.resize_(self._whole_nbytes)
+                self._copy_out(gather.out)
+            self.comm.release(gather.out)
         for param in self.params:
             param.show_unsharded()
         self._holds = _Storage.WHOLE
@@ -279,6 +299,7 @@ class ParamGroup:
 
     def reshard(self) -> None:
         """Free the whole parameters and put the sharded ones into the slots."""
+        self._drop_piece()
         if self._holds is _Storage.EMPTY:
             return
         if self._holds is _Storage.FILLING:
@@ -287,6 +308,26 @@ class ParamGroup:
             param.show_sharded()
         self._whole.resize_(0)
         self._holds = _Storage.EMPTY
+
+    @torch.no_grad()
+    def reshard_until_backward(self) -> None:
+        """Like `reshard`, but keep what the next gather needs to be among few ranks."""
+        if self._again is None or self._holds is not _Storage.WHOLE:
+            self.reshard()
+            return
+        self._again.keep(self._whole_flat)
+        for param in self.params:
+            param.show_sharded()
+        self._whole.resize_(0)
+        self._holds = _Storage.EMPTY
+
+    def gather_again_among_all(self) -> None:
+        """From now on gather for backward like for forward."""
+        self._again = None
+
+    def _drop_piece(self) -> None:
+        if self._again is not None:
+            self._again.drop()
 
     # --- reducing ---------------------------------------------------------------------
 

@@ -11,15 +11,16 @@ What a unit goes through, and the rows that are not obvious:
 | pre_forward | any, no backward running | gather, wait, prefetch the next | FORWARD |
 | pre_forward | any, backward running | gather, wait: a checkpoint recomputes | as before |
 | pre_forward of a further part | FORWARD | gather again if it was freed | FORWARD |
-| post_forward of the last part, end_forward | FORWARD | free, if so set | AWAITS_BACKWARD * |
+| post_forward of the last part, end_forward | FORWARD | free *, if so set | AWAITS_BACKWARD * |
 | post_forward | any, backward running | stays whole for its own backward | as before |
 | forward_failed | FORWARD | free | IDLE |
 | pre_backward | any | gather, wait, prefetch the one before | BACKWARD |
-| post_backward | any | free, reduce or keep gradients | IDLE |
+| post_backward | any | free *, reduce or keep gradients | IDLE * |
 | end_backward | AWAITS_BACKWARD, BACKWARD | post_backward for it; then finish all | IDLE |
 | reset | any | drop what an exception left | IDLE |
 
-(* IDLE where no gradient can come back.)
+(* AWAITS_BACKWARD, and free until then, while a backward of this iteration is to come; else
+IDLE, and free altogether.)
 
 `pre_backward` after IDLE is a second backward through a retained graph, or a module that
 was used twice; `pre_forward` after AWAITS_BACKWARD is a second forward. Both are lawful.
@@ -53,6 +54,9 @@ class Unit(Protocol):
 
     def reshard(self) -> None:
         """Free what was gathered; nothing if there is nothing."""
+
+    def reshard_until_backward(self) -> None:
+        """The same, except for what makes the gather for a backward to come a cheaper one."""
 
     def reduce_grads(self) -> None:
         """Start to reduce the gradients over ranks."""
@@ -251,7 +255,7 @@ class Schedule:
             self._ended.append(record)
         self._enter(record, Phase.AWAITS_BACKWARD if record.grads_wanted else Phase.IDLE)
         if record.reshards_after_forward():
-            record.unit.reshard()
+            self._free(record)
 
     def forward_failed(self, unit: Unit) -> None:
         """The forward of `unit` raised: the user must find the sharded parameters in place."""
@@ -313,7 +317,7 @@ class Schedule:
             record.calls.pop()
         self._enter(record, Phase.AWAITS_BACKWARD if record.calls else Phase.IDLE)
         if self._frees_after_backward(record):
-            unit.reshard()
+            self._free(record)
         if not record.settings.reduces:
             unit.keep_grads()
             return
@@ -325,6 +329,12 @@ class Schedule:
         # that is started after it.
         for earlier in self._reducing[: -self.open_reductions]:
             self._advance(earlier)
+
+    def _free(self, record: _Record) -> None:
+        if record.phase is Phase.AWAITS_BACKWARD and record.settings.gathers_in_backward:
+            record.unit.reshard_until_backward()
+        else:
+            record.unit.reshard()
 
     def _frees_after_backward(self, record: _Record) -> bool:
         return record.settings.reshard_after_backward and not self._keep_whole
