@@ -396,6 +396,30 @@ def test_a_parameter_dealt_out_over_the_same_ranks_is_refused_by_name(
         assert "over the ranks of dp" in message
 
 
+def axes_by_name() -> None:
+    mesh = init_mesh({"dp": 2, "tp": 2})
+    net, _ = pair(mesh)
+    weight = net.blocks[0].get_parameter("up.weight")
+    assert isinstance(weight, DTensor)
+    assert weight.device_mesh.mesh_dim_names == ("tp", "shard")
+    assert tuple(weight.placements) == (Shard(0), Shard(0))
+    ranks = dist.get_process_group_ranks(weight.device_mesh["tp"].get_group())
+    assert ranks == dist.get_process_group_ranks(mesh["tp"].get_group())
+    with torch.no_grad():
+        # In the forward it is what it was: a DTensor over the tensor-parallel ranks.
+        net.blocks[0].unshard()  # type: ignore[operator]
+        shown = net.blocks[0].get_parameter("up.weight")
+    assert isinstance(shown, DTensor)
+    assert shown.device_mesh == mesh["tp"]
+    assert tuple(shown.placements) == (Shard(0),)
+
+
+def test_a_sharded_parameter_names_its_axes_the_data_parallel_one_last(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(axes_by_name, 4)
+
+
 def no_grid() -> str:
     dp = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("other", "dp"))["dp"]
     tp = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("other", "tp"))["tp"]
