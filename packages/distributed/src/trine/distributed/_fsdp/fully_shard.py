@@ -88,7 +88,6 @@ def fully_shard(
             module that another call has sharded; if a parameter is distributed already over
             the ranks that it would be cut over.
         TypeError: if `module` is not a module.
-        NotImplementedError: for an argument that is not implemented yet, naming it.
     """
     modules = _modules(module)
     ignored = _check_ignored(ignored_params)
