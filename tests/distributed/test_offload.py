@@ -164,10 +164,10 @@ def materialized_on_the_host() -> None:
 
     net.to_empty(device="cpu")
     with torch.no_grad():
-        for mine, reference in zip(
+        for param, values in zip(
             net.parameters(), sharded(init_mesh(device="cpu")).parameters(), strict=True
         ):
-            shard(mine).copy_(shard(reference))
+            shard(param).copy_(shard(values))
 
     expected = train(sharded(init_mesh(device="cpu")))
     for mine, reference in zip(train(net), expected, strict=True):
