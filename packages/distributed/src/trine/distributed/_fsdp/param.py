@@ -61,11 +61,12 @@ def rows_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     DTensor loses track of an offset in it, and `torch.save` writes all of it.
     """
     numel = prod(shape)
+    if not numel:
+        return flat.new_empty(tuple(shape))
     part = flat.detach()[offset : offset + numel]
-    if numel:
-        # A dtype that DLPack does not know stays a view.
-        with contextlib.suppress(BufferError, RuntimeError, TypeError):
-            part = from_dlpack(part)
+    # A dtype that DLPack does not know stays a view.
+    with contextlib.suppress(BufferError, RuntimeError, TypeError):
+        part = from_dlpack(part)
     return part.view(tuple(shape))
 
 
