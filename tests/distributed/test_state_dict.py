@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -291,7 +292,7 @@ def load_through_a_wrapper() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     torch.manual_seed(0)
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 5)), nn.Linear(5, 2))  # type: ignore[no-untyped-call]  # torch's own
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(3, 5)), nn.Linear(5, 2))
     fully_shard(model)
     torch.manual_seed(1)
     values = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).state_dict()
@@ -325,6 +326,10 @@ def models_after_training(
     return tuple(made)
 
 
+def _naming(key: str) -> Callable[[str], str]:
+    return lambda text: f"{key}: {text}"
+
+
 def assert_close(ours: StateDict, expected: StateDict) -> None:
     """For values that were trained: fp32 sums in another order, over a few AdamW steps."""
     assert ours.keys() == expected.keys()
@@ -332,9 +337,7 @@ def assert_close(ours: StateDict, expected: StateDict) -> None:
         if isinstance(value, dict):
             assert_close(ours[key], value)
         elif isinstance(value, Tensor):
-            torch.testing.assert_close(
-                ours[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
-            )
+            torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=_naming(key))
         elif isinstance(value, list):
             assert len(ours[key]) == len(value)
             for mine, theirs in zip(ours[key], value, strict=True):
@@ -405,7 +408,7 @@ def test_torchs_functions_get_what_they_get_from_a_whole_model(
 def fresh(axes: dict[str, int], dim: int, *, scalar: bool = True) -> tuple[Odd, torch.optim.AdamW]:
     model = sharded(axes, seed=3, dim=dim, scalar=scalar)
     model.one.requires_grad_(False)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": list(model.body.parameters()), "weight_decay": 0.1},
         {"params": [model.scale, model.embed.weight, *model.one.parameters()]},
     ]
@@ -479,14 +482,16 @@ def exchange_with_torch() -> None:
         api.fully_shard(each)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (ours, theirs)]
     train(theirs, optimizers[1])
-    values, moments = get_state_dict(theirs, optimizers[1])
+    both: Any = get_state_dict(theirs, optimizers[1])
+    values, moments = both
 
     set_state_dict(ours, optimizers[0], model_state_dict=values, optim_state_dict=moments)
 
-    mine, my_moments = get_state_dict(ours, optimizers[0])
+    both = get_state_dict(ours, optimizers[0])
+    mine, my_moments = both
     assert list(mine) == list(values)
     assert_equal(whole(mine), whole(values))
-    assert_equal(whole(my_moments), whole(moments))  # type: ignore[arg-type]  # a union of dicts
+    assert_equal(whole(my_moments), whole(moments))
     for name, value in values.items():
         if isinstance(value, DTensor):
             assert mine[name].placements == value.placements
@@ -507,26 +512,26 @@ def save_with_torch(path: str, asynchronous: bool) -> None:
     if asynchronous:
         # The thread that saves needs a group of its own, or its collectives meet those of training.
         group = dist.new_group(backend="gloo")
-        pending: Any = dcp.async_save(state, checkpoint_id=path, process_group=group)
+        pending: Any = async_save(state, checkpoint_id=path, process_group=group)
         train(model, optimizer)  # goes on meanwhile: what is saved is the state before
         pending.result()
     else:
-        dcp.save(state, checkpoint_id=path)
+        save(state, checkpoint_id=path)
 
 
 def reshard_with_torch(before: str, after: str) -> None:
     axes = {"fsdp": dist.get_world_size()}
     model, optimizer = fresh(axes, dim=0)
     values, moments = get_state_dict(model, optimizer)
-    state = {"model": values, "optimizer": moments}
-    dcp.load(state, checkpoint_id=before)
+    state: Any = {"model": values, "optimizer": moments}
+    load(state, checkpoint_id=before)
     set_state_dict(
         model,
         optimizer,
         model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],  # type: ignore[arg-type]  # a union of dicts
+        optim_state_dict=state["optimizer"],
     )
-    dcp.save(
+    save(
         dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)),
         checkpoint_id=after,
     )

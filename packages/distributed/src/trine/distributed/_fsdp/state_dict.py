@@ -35,9 +35,10 @@ def localize(
         assign: whether the values will become the parameters, rather than be copied.
         errors: gets a sentence for each value that cannot be used.
     """
-    for name, param in module_parameters(module).items():
+    for name, held in module_parameters(module).items():
         key = prefix + name
         value = values.get(key)
+        param = cast(object, held)  # a Parameter and a DTensor; no type says both
         if not isinstance(param, DTensor) or not isinstance(value, Tensor):
             continue
         if not param.shape and value.shape == (1,):
@@ -51,7 +52,7 @@ def localize(
             if reason is not None:
                 errors.append(f'While loading "{key}": {reason}')
                 # The parameter as it is, so that torch has nothing to say about it.
-                values[key] = cast(Tensor, param).detach()
+                values[key] = param.detach()
                 continue
             value = value.full_tensor()
         values[key] = _cut(value, param, copy=assign)
