@@ -105,6 +105,13 @@ def tests_torch(session: nox.Session, torch: str) -> None:
 
 
 @nox.session(tags=["cpu"])
+def tests_grid(session: nox.Session) -> None:
+    """What tests_gloo leaves out: training like torch's FSDP2 over the whole grid of settings."""
+    install(session, "distributed", groups=["test"])
+    session.run("pytest", "tests/distributed", "-m", "grid", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(tags=["cpu"])
 def together(session: nox.Session) -> None:
     """All three: the engine emits, tools record, the timeline and the table come out."""
     install(session, *PACKAGES, groups=["test"])
