@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -11,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not re-export it
-from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from trine.distributed import fsdp
 from trine.distributed.fsdp import (
     DataParallelMeshDims,
     FSDPModule,
@@ -171,25 +168,3 @@ def test_a_sharded_module_keeps_its_class_as_a_base_and_gains_the_methods() -> N
     assert isinstance(model, FSDPModule)
     assert type(model).__name__ == "FSDPLinear"
     assert type(type(model)(4, 5)) is nn.Linear  # a new one is a plain one
-
-
-def test_signatures_are_those_of_torch() -> None:
-    ours = inspect.signature(fully_shard).parameters
-    theirs = inspect.signature(torch_fsdp.fully_shard).parameters
-
-    # torch 2.13's own; older ones lack the last.
-    assert [n for n in ours if n in theirs] == [n for n in theirs if n in ours]
-    assert set(theirs) <= set(ours)
-    for name, parameter in theirs.items():
-        assert ours[name].kind == parameter.kind, name
-    for name in ("unshard", "reshard", "set_requires_gradient_sync"):
-        mine = inspect.signature(getattr(fsdp.FSDPModule, name)).parameters
-        reference = inspect.signature(getattr(torch_fsdp.FSDPModule, name)).parameters
-        assert [(p.name, p.kind, p.default) for p in mine.values()] == [
-            (p.name, p.kind, p.default) for p in reference.values()
-        ]
-
-
-def test_policies_have_the_fields_and_defaults_of_torch() -> None:
-    assert vars(fsdp.MixedPrecisionPolicy()) == vars(torch_fsdp.MixedPrecisionPolicy())
-    assert vars(fsdp.CPUOffloadPolicy()) == vars(torch_fsdp.CPUOffloadPolicy())
