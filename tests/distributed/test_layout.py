@@ -1,10 +1,11 @@
-"""Layout is integers: these tests need neither torch tensors nor ranks."""
+"""Layout is integers: these tests need no ranks, and tensors only to ask torch."""
 
 from __future__ import annotations
 
 from math import prod
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,17 @@ def test_every_row_is_held_by_exactly_one_rank(shape: tuple[int, ...], world_siz
 
 
 @given(shapes, st.integers(1, 7))
+def test_rows_are_dealt_as_by_torch_chunk(shape: tuple[int, ...], world_size: int) -> None:
+    layout = ShardLayout(shape, world_size)
+
+    chunks = [tuple(chunk.shape) for chunk in torch.empty(shape).chunk(world_size)]
+
+    # torch.chunk leaves empty chunks out, except that it makes one of a tensor without rows.
+    chunks += [(0, *shape[1:])] * (world_size - len(chunks))
+    assert [layout.shape_of(rank) for rank in range(world_size)] == chunks
+
+
+@given(shapes, st.integers(1, 7))
 def test_no_rank_holds_more_than_a_chunk(shape: tuple[int, ...], world_size: int) -> None:
     layout = ShardLayout(shape, world_size)
 
@@ -58,6 +70,22 @@ def test_chunks_of_a_group_lie_end_to_end_with_the_extra_elements_behind(
     assert layout.offsets == [0, *ends[:-1]]
     assert layout.shard_numel == ends[-1]
     assert layout.part_numel == ends[-1] + extra
+
+
+@given(st.lists(shapes, min_size=1, max_size=5), st.integers(1, 5))
+def test_no_two_parameters_share_an_element_of_a_buffer(
+    group: list[tuple[int, ...]], world_size: int
+) -> None:
+    layout = GroupLayout([ShardLayout(shape, world_size) for shape in group])
+
+    for rank in range(world_size):
+        held = [
+            element
+            for shard, offset in zip(layout.shards, layout.offsets, strict=True)
+            for element in range(offset, offset + prod(shard.shape_of(rank)))
+        ]
+        assert len(held) == len(set(held))
+        assert all(0 <= element < layout.shard_numel for element in held)
 
 
 def test_a_parameter_without_dims_is_refused() -> None:
