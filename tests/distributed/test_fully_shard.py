@@ -1062,21 +1062,6 @@ def test_using_a_part_over_and_over_keeps_nothing_of_it(run_on_ranks: RunOnRanks
     run_on_ranks(use_only_a_part, 1)
 
 
-def compile_then_shard() -> None:
-    net, reference = net_and_reference()
-    for index, block in enumerate(net.blocks):
-        net.blocks[index] = torch.compile(block, backend="eager")  # type: ignore[assignment]
-    model = sharded(net)
-    backward(loss_of(model, own(batches())))
-    mean_backward(reference, batches())
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=FP32, atol=FP32)
-
-
-def test_compiled_blocks_are_sharded_and_train(run_on_ranks: RunOnRanks) -> None:
-    run_on_ranks(compile_then_shard, 2)
-
-
 def train_complex(reduce_dtype: torch.dtype | None) -> None:
     class Rotates(nn.Module):
         def __init__(self) -> None:

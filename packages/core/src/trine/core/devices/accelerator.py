@@ -145,11 +145,10 @@ class AcceleratorDevice(Device):
 
     def initialize(self) -> None:
         """Make this the process's current device, and see that it works."""
-        self.make_current()
+        self._make_current()
         super().initialize()
 
-    def make_current(self) -> None:
-        """Let this be where the process computes when nobody names a device."""
+    def _make_current(self) -> None:
         torch.accelerator.set_device_index(self.torch_device)
 
     def stream(self) -> Stream:

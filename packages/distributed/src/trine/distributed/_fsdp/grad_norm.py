@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from trine.core import get_device
-
 __all__ = ["clip_grad_norm_"]
 
 
@@ -108,7 +106,5 @@ def _power(
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
         for axis in axes:
             if mesh.size(axis) > 1:
-                # Gradients may live on the host, whose memory the backend need not reach.
-                power = get_device(mesh.device_type).tensor_to_device(power)
                 dist.all_reduce(power, op=op, group=mesh.get_group(axis))
-    return power.to(locals_[0].device)
+    return power

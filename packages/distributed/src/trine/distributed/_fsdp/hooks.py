@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from trine.distributed._fsdp import root
 from trine.distributed._fsdp.precision import cast_floating
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState
-from trine.distributed._fsdp.state_dict import localize
 from trine.distributed._fsdp.torch_internals import (
     backward_running,
     call_after_backward,
@@ -44,36 +43,46 @@ Kwargs = dict[str, Any]
 
 def install(state: FSDPState) -> None:
     """Wire a sharded module to its schedule."""
+    pre_forward, post_forward = _forward_hooks()
     for module in state.modules:
         module.register_forward_pre_hook(
-            partial(_pre_forward, state), prepend=True, with_kwargs=True
+            partial(pre_forward, state), prepend=True, with_kwargs=True
         )
-        module.register_forward_hook(partial(_post_forward, state), always_call=True)
-    # On the modules that hold the parameters: their state dicts are asked for alone, too, and
-    # keys have reached them as they are there, after what wrappers in between have renamed.
-    for owner in _owners(state):
-        owner.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch's own
-            partial(_show_sharded, state)
-        )
-        owner.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch's own
-            partial(_before_load, state)
-        )
+        module.register_forward_hook(partial(post_forward, state), always_call=True)
+        for register in (
+            module.register_state_dict_pre_hook,
+            module.register_load_state_dict_pre_hook,
+        ):
+            register(partial(_show_sharded, state))  # type: ignore[no-untyped-call]  # torch's own
+
+
+@cache
+def _forward_hooks() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What to call before and after forward; hidden from dynamo, which cannot trace it.
+
+    Where a module is compiled with its hooks (`module.compile()`) or below its root, the graph
+    ends before a hook and another begins after it. Not hidden before the first call of
+    `fully_shard`, because that imports the compiler; DTensor needs it from then on anyway.
+    """
+    hide = torch.compiler.disable
+    return hide(_pre_forward), hide(_post_forward)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def as_forward(
     state: FSDPState, module: nn.Module, method: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`method` with what the engine does before and after forward around it."""
+    pre_forward, post_forward = _forward_hooks()
 
     @wraps(method)
     def around(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _pre_forward(state, module, args, kwargs)
+        args, kwargs = pre_forward(state, module, args, kwargs)
         try:
             output = method(*args, **kwargs)
         except Exception:
-            _post_forward(state, module, args, None)
+            post_forward(state, module, args, None)
             raise
-        return _post_forward(state, module, args, output)
+        return post_forward(state, module, args, output)
 
     return around
 
@@ -201,30 +210,7 @@ def _on_grad(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
     return tensor.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own
 
 
-def _owners(state: FSDPState) -> list[nn.Module]:
-    """The modules that hold parameters of the groups, each once."""
-    slots = (slot for group in state.groups for param in group.params for slot in param.slots)
-    return list(dict.fromkeys(slot.module for slot in slots))
-
-
 def _show_sharded(state: FSDPState, *_: object) -> None:
     """State dicts hold the sharded parameters, whatever the module computes with now."""
     for group in state.groups:
         group.reshard()
-
-
-def _before_load(
-    state: FSDPState,
-    module: nn.Module,
-    values: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Values are loaded into the sharded parameters, and may be whole or sharded otherwise."""
-    _show_sharded(state)
-    assign = metadata.get("assign_to_params_buffers", False)
-    localize(module, values, prefix, assign=assign, errors=errors)

@@ -21,11 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trine.core import tracing
-from trine.core.devices import Event
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
 from trine.distributed._fsdp.grads import ShardedGrads
 from trine.distributed._fsdp.layout import GroupLayout
-from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.torch_internals import chunk_cat
 from trine.distributed._fsdp.transfers import Transfer, Transfers
@@ -50,15 +48,6 @@ class ReduceSettings:
 
 
 @dataclass
-class _Stored:
-    """Gradients on their way to the host."""
-
-    source: Tensor
-    grads: ShardedGrads
-    done: Event
-
-
-@dataclass
 class _Reduction:
     """One reduction, from reduce-scatter to hand-over."""
 
@@ -71,7 +60,6 @@ class _Reduction:
     summed: Tensor | None = None
     all_reduce: Pending | None = None
     all_reduce_transfer: Transfer | None = None
-    stored: _Stored | None = None
 
 
 @dataclass
@@ -93,7 +81,6 @@ class GradReducer:
         replicate_group: the ranks that hold the same part of other copies, if there are any.
         settings: what the user chose.
         transfers: waits, and reports.
-        host: where the gradients shall live, if not on the device.
     """
 
     def __init__(
@@ -103,7 +90,6 @@ class GradReducer:
         replicate_group: dist.ProcessGroup | None,
         settings: ReduceSettings,
         transfers: Transfers,
-        host: HostMemory | None = None,
     ) -> None:
         self.comm = comm
         self.settings = settings
@@ -111,7 +97,6 @@ class GradReducer:
         self._replicate_group = None if replicate_group is None else BorrowedGroup(replicate_group)
         self._copies = 1 if replicate_group is None else replicate_group.size()
         self._transfers = transfers
-        self._host = host
         self._plans: dict[tuple[bool, ...], _Plan] = {}
         self._reduction: _Reduction | None = None
 
@@ -136,7 +121,7 @@ class GradReducer:
         ranks = self.comm.world_size
         if ranks * self._copies == 1 and not any(used):
             return
-        device = plan.params[0].device
+        device = plan.params[0].local.device
         grads.append(torch.tensor(used, dtype=grads[0].dtype, device=device).repeat(ranks))
         rows = self.comm.reduce_buffer((ranks, plan.layout.part_numel), dtype, device)
         chunk_cat(grads, ranks, rows)
@@ -155,7 +140,7 @@ class GradReducer:
             grad = param.take_grad()
             used.append(grad is not None)
             if grad is None:
-                zero = torch.zeros((), dtype=dtype, device=param.device)
+                zero = torch.zeros((), dtype=dtype, device=param.local.device)
                 grad = zero.expand(param.layout.shape)
             elif grad.layout is not torch.strided:
                 raise NotImplementedError(
@@ -169,7 +154,7 @@ class GradReducer:
 
     @torch.no_grad()
     def advance(self) -> bool:
-        """Take the reduction one collective, or the copy to the host, further; wait for that.
+        """Take the reduction one collective further; the caller waits for that one.
 
         Returns:
             True if nothing is under way any more: gradients are handed out, or kept.
@@ -178,13 +163,11 @@ class GradReducer:
         if reduction is None:
             return True
         plan = self._plans[reduction.key]
-        if reduction.stored is not None:
-            self._hand_out_stored(reduction, plan, reduction.stored)
-            return True
         if reduction.summed is None:
             self._transfers.wait(reduction.scatter, reduction.pending)
             if self._replicate_group is None:
-                return self._hand_out(reduction, plan)
+                self._hand_out(reduction, plan)
+                return True
             self._add_up(reduction, plan)
             if not self.settings.all_reduces:
                 plan.kept = reduction.summed
@@ -195,7 +178,8 @@ class GradReducer:
         assert reduction.all_reduce is not None
         assert reduction.all_reduce_transfer is not None
         self._transfers.wait(reduction.all_reduce_transfer, reduction.all_reduce)
-        return self._hand_out(reduction, plan)
+        self._hand_out(reduction, plan)
+        return True
 
     def _scale(self) -> float:
         divide_by = self.settings.divide_by
@@ -204,7 +188,7 @@ class GradReducer:
     def _add_up(self, reduction: _Reduction, plan: _Plan) -> None:
         """Sums of this rank's part in a buffer of its own, with those that were kept."""
         dtype = torch.promote_types(reduction.scatter.dtype, torch.float32)
-        device = plan.params[0].device
+        device = plan.params[0].local.device
         summed = self.comm.pool.acquire((plan.layout.part_numel,), dtype, device)
         reduction.pending.sum_into(summed, self._scale())
         if plan.kept is not None:
@@ -234,38 +218,28 @@ class GradReducer:
         reduction.all_reduce = Pending([work])
         reduction.all_reduce_transfer = transfer
 
-    def _hand_out(self, reduction: _Reduction, plan: _Plan) -> bool:
-        """Give the parameters their gradients, or (False) send these to the host first."""
+    def _hand_out(self, reduction: _Reduction, plan: _Plan) -> None:
+        self._reduction = None
         grads = self._grads_for(plan)
-        flat = grads.flat
-        if self._host is not None:
-            flat = self.comm.pool.acquire(tuple(flat.shape), flat.dtype, plan.params[0].device)
         if reduction.summed is None:
-            reduction.pending.sum_into(flat, self._scale())
+            reduction.pending.sum_into(grads.flat, self._scale())
         else:
-            flat.copy_(reduction.summed)
+            grads.flat.copy_(reduction.summed)
             self.comm.pool.release(reduction.summed)
+        used = reduction.used
+        if not all(used):
+            somewhere = grads.extra.tolist()
+            used = [here or abs(mark) > 0 for here, mark in zip(used, somewhere, strict=True)]
         if self.settings.hook is not None:
-            self.settings.hook(flat[: plan.layout.shard_numel])
-        if self._host is not None:
-            reduction.stored = _Stored(flat, grads, self._host.store(flat, grads.flat))
-            return False
-        self._reduction = None
-        grads.hand_out(plan.params, _used_anywhere(reduction, grads))
-        return True
-
-    def _hand_out_stored(self, reduction: _Reduction, plan: _Plan, stored: _Stored) -> None:
-        stored.done.synchronize()
-        self.comm.pool.release(stored.source)
-        self._reduction = None
-        stored.grads.hand_out(plan.params, _used_anywhere(reduction, stored.grads))
+            self.settings.hook(grads.flat[: plan.layout.shard_numel])
+        grads.hand_out(plan.params, used)
 
     def _grads_for(self, plan: _Plan) -> ShardedGrads:
         """A gradient buffer that nobody sees: the one of the last step if that is so."""
         unset = all(param.sharded.grad is None for param in plan.params)
         if plan.grads is not None and unset and plan.grads.is_free():
             return plan.grads
-        grads = ShardedGrads(plan.params, plan.layout, self._host)
+        grads = ShardedGrads(plan.params, plan.layout)
         if unset:
             plan.grads = grads
         return grads
@@ -275,15 +249,5 @@ class GradReducer:
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
             (reduction.all_reduce or reduction.pending).wait()
-            if reduction.stored is not None:
-                reduction.stored.done.synchronize()
         for plan in self._plans.values():
             plan.kept = None
-
-
-def _used_anywhere(reduction: _Reduction, grads: ShardedGrads) -> list[bool]:
-    """Which parameters any rank has used; see Note [Used somewhere]."""
-    used = reduction.used
-    if all(used):
-        return used
-    return [here or abs(mark) > 0 for here, mark in zip(used, grads.extra.tolist(), strict=True)]

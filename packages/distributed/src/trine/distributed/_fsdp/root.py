@@ -61,14 +61,11 @@ def _initialize(root: FSDPState) -> Schedule:
         if (state := state_of(module)) is not None and state.modules[0] is module
     ]
     on_meta: list[str] = []
-    home = root.axes.device_type
     for name, state in below:
         for group in state.groups:
             group.rename(name or "(root)")
-            found = group.meta_names()
-            home = group.home if found else home
-            on_meta += found
-    refuse_meta(on_meta, home)
+            on_meta += group.meta_names()
+    refuse_meta(on_meta, root.axes.device_type)
     # Nothing is changed before all checks have passed: the user may mend and try again.
     schedule = Schedule()
     pool = BufferPool()
