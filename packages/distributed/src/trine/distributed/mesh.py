@@ -119,6 +119,7 @@ class MeshAxes:
         shard_size: how many.
         shard_rank: which of them this rank is.
         replicate_size: how many.
+        peers: all ranks that hold a part of the same parameters or of a copy, sorted.
     """
 
     def __init__(self, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> None:
@@ -142,6 +143,12 @@ class MeshAxes:
         self._data_axes = sorted(shard_axes + replicate_axes)
         self._joined: dict[tuple[DeviceMesh, tuple[int, ...]], DeviceMesh] = {}
         self._shard_axes = shard_axes
+        others = [axis for axis in range(mesh.ndim) if axis not in self._data_axes]
+        planes = mesh.mesh.permute(*others, *self._data_axes).reshape(
+            -1, self.replicate_size * self.shard_size
+        )
+        here = next(ranks for ranks in planes.tolist() if dist.get_rank() in ranks)
+        self.peers: tuple[int, ...] = tuple(sorted(here))
         if len(shard_axes) > 1 or len(replicate_axes) > 1:
             # Cut over two axes, rows are dealt twice; taken as one axis, once. DTensor must
             # see the axis that the rows were cut over.

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from trine.distributed._fsdp.labels import check_label, debugging
+
 __all__ = ["clip_grad_norm_"]
 
 
@@ -106,5 +108,8 @@ def _power(
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
         for axis in axes:
             if mesh.size(axis) > 1:
-                dist.all_reduce(power, op=op, group=mesh.get_group(axis))
+                group = mesh.get_group(axis)
+                if debugging():
+                    check_label(group, "all_reduce of the gradient norm", power)
+                dist.all_reduce(power, op=op, group=group)
     return power

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trine.distributed._fsdp.custom_comm import AllGather, ReduceScatter
+from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.root import schedule_of
 from trine.distributed._fsdp.state import FSDPState, state_of
@@ -207,6 +208,28 @@ class FSDPModule:
         for state in _states(self, recurse):
             for group in state.groups:
                 group.reduce_apart(made)
+
+    def set_check_finite_gradients(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Choose whether backward raises if a gradient holds NaN or infinity. Off at first.
+
+        Each rank looks at its own gradients of the whole parameters, before they are reduced;
+        those that were kept without communication are looked at when they are reduced. The
+        reduction goes on, and at the end of that backward all ranks raise the same
+        `NonFiniteGradient`, which names the first such parameter in the order of backward, the
+        ranks, and the step. Gradients are handed out as usual, so call `zero_grad()` and try
+        again, or go on.
+
+        It costs a read of every gradient and one small all-reduce for each backward that
+        reduces, and on GPUs a wait for it. Under a gradient scaler (fp16) overflow is normal
+        and the scaler skips such steps by itself: leave the check off there. A sum over ranks
+        that overflows a half `reduce_dtype` though every gradient is finite is not found.
+
+        Args:
+            enable: whether to check.
+            recurse: also for the sharded modules below this one.
+        """
+        for state in _states(self, recurse):
+            state.reduce_settings.finite = FiniteCheck() if enable else None
 
     def reset_iter_state(self) -> None:
         """Forget an iteration that broke off: its gradients on this rank, and what is gathered.

@@ -22,16 +22,17 @@ from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import Comm, Pending
 from trine.distributed._fsdp.custom_comm import AllGather, CustomComm, ReduceScatter
+from trine.distributed._fsdp.labels import transfers_for
 from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
 from trine.distributed._fsdp.subgroup import SubgroupGather
 from trine.distributed._fsdp.torch_internals import versions_of
-from trine.distributed._fsdp.transfers import Transfer, Transfers
+from trine.distributed._fsdp.transfers import Transfer
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["ParamGroup", "refuse_meta"]
+__all__ = ["ParamGroup", "optimizer_steps", "refuse_meta"]
 
 
 class _Storage(Enum):
@@ -65,6 +66,11 @@ class _OptimizerSteps:
     @classmethod
     def _stepped(cls, *_: object) -> None:
         cls.count += 1
+
+
+def optimizer_steps() -> int:
+    """How many optimizer steps this process has made since it sharded its first module."""
+    return _OptimizerSteps.count
 
 
 class ParamGroup:
@@ -102,7 +108,7 @@ class ParamGroup:
         self._holds = _Storage.EMPTY
         self._gather: _Gather | None = None
         self._again = again
-        self._transfers = Transfers(comm)
+        self._transfers = transfers_for(comm)
         self._reducer = GradReducer(
             self.params, comm, axes.replicate_group, settings, self._transfers
         )
@@ -169,6 +175,11 @@ class ParamGroup:
             param.fill()
         assert self._flat is not None
         return self._flat
+
+    @property
+    def gathers_again_among(self) -> int | None:
+        """How many ranks gather for backward, if not those that gather for forward."""
+        return None if self._again is None else self._again.comm.world_size
 
     def meta_names(self) -> list[str]:
         """The parameters that have no memory yet."""
@@ -241,7 +252,7 @@ class ParamGroup:
         else:
             shard = out[self.comm.rank]
             shard.copy_(flat)
-        pending = self._transfers.guard("all_gather", lambda: self.comm.all_gather(out, shard))
+        pending = self._transfers.start("all_gather", out, lambda: self.comm.all_gather(out, shard))
         sent = out[0].nbytes * (self.comm.world_size - 1)
         self._gather = _Gather(
             Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out
@@ -252,7 +263,9 @@ class ParamGroup:
     def _gather_again(self, again: SubgroupGather, start_ns: int) -> _Gather:
         whole = self._whole_flat
         self._whole.resize_(self._whole_nbytes)
-        pending = self._transfers.guard("all_gather", lambda: again.fill(whole))
+        pending = self._transfers.start(
+            "all_gather", whole, lambda: again.fill(whole), again.comm.group
+        )
         sent = again.nbytes(whole)
         return _Gather(Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, None)
 

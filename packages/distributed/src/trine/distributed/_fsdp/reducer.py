@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trine.core import tracing
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
+from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.grads import ShardedGrads
 from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.param import ShardedParam
@@ -40,11 +41,13 @@ class ReduceSettings:
         divide_by: what the sum over all ranks is divided by; None for their number.
         all_reduces: whether sums go to the other copies, or are kept until one does.
         hook: called with the reduced flat gradients of a group before they are handed out.
+        finite: looks at each rank's own gradients before they are reduced.
     """
 
     divide_by: float | None = None
     all_reduces: bool = True
     hook: Callable[[Tensor], None] | None = None
+    finite: FiniteCheck | None = None
 
 
 @dataclass
@@ -118,6 +121,8 @@ class GradReducer:
             return
         start_ns = time.perf_counter_ns() if tracing.enabled else 0
         grads, used = self._take(plan.params, dtype)
+        if self.settings.finite is not None:
+            self.settings.finite.note(plan.params, grads)
         ranks = self.comm.world_size
         if ranks * self._copies == 1 and not any(used):
             return
@@ -127,7 +132,7 @@ class GradReducer:
         chunk_cat(grads, ranks, rows)
         del grads
         transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)
-        pending = self._transfers.guard(transfer.name, lambda: self.comm.reduce_scatter(rows))
+        pending = self._transfers.start(transfer.name, rows, lambda: self.comm.reduce_scatter(rows))
         self._reduction = _Reduction(transfer, pending, plan.params, used, plan.layout, key)
 
     def _take(
@@ -212,8 +217,8 @@ class GradReducer:
         start_ns = time.perf_counter_ns() if tracing.enabled else 0
         nbytes = 2 * wire.nbytes * (self._copies - 1) // self._copies
         transfer = Transfer("all_reduce", wire.dtype, nbytes, start_ns)
-        work = self._transfers.guard(
-            transfer.name, lambda: dist.all_reduce(wire, group=group, async_op=True)
+        work = self._transfers.start(
+            transfer.name, wire, lambda: dist.all_reduce(wire, group=group, async_op=True), group
         )
         reduction.all_reduce = Pending([work])
         reduction.all_reduce_transfer = transfer
@@ -251,3 +256,5 @@ class GradReducer:
             (reduction.all_reduce or reduction.pending).wait()
         for plan in self._plans.values():
             plan.kept = None
+        if self.settings.finite is not None:
+            self.settings.finite.take()

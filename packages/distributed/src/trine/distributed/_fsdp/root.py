@@ -8,13 +8,18 @@ taken over when its parent runs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from torch import nn
 
+from trine.distributed._fsdp.agreement import agree_on_layout
 from trine.distributed._fsdp.buffers import BufferPool
-from trine.distributed._fsdp.param_group import refuse_meta
+from trine.distributed._fsdp.finite import raise_if_not_finite
+from trine.distributed._fsdp.param_group import optimizer_steps, refuse_meta
+from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState, state_of
+from trine.distributed.mesh import MeshAxes
 
 __all__ = ["is_root", "schedule_of", "share_buffers"]
 
@@ -65,6 +70,8 @@ def _initialize(root: FSDPState) -> Schedule:
         for group in state.groups:
             group.rename(name or "(root)")
             on_meta += group.meta_names()
+    # Before any refusal: one that only some ranks meet would leave the others waiting.
+    agree_on_layout(root, below)
     refuse_meta(on_meta, root.axes.device_type)
     # Nothing is changed before all checks have passed: the user may mend and try again.
     schedule = Schedule()
@@ -77,4 +84,12 @@ def _initialize(root: FSDPState) -> Schedule:
         for group in state.groups:
             group.use_pool(pool)
             schedule.add(group, state.settings, is_root=state is root, parts=len(state.modules))
+    settings = [state.reduce_settings for _, state in below]
+    schedule.after_backward = partial(_check_finite, settings, root.axes)
     return schedule
+
+
+def _check_finite(settings: Sequence[ReduceSettings], axes: MeshAxes) -> None:
+    checks = [each.finite for each in settings if each.finite is not None]
+    if checks:
+        raise_if_not_finite(checks, axes, optimizer_steps())

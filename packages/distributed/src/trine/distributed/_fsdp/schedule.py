@@ -28,7 +28,7 @@ was used twice; `pre_forward` after AWAITS_BACKWARD is a second forward. Both ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -138,6 +138,7 @@ class Schedule:
         in_backward: whether a backward is running.
         is_last_backward: whether the end of backward waits for the reductions; if not,
             those of the next one do.
+        after_backward: called when a backward has ended and all is as it should be.
     """
 
     def __init__(self, *, prefetch: int = 1, open_reductions: int = 1) -> None:
@@ -150,6 +151,7 @@ class Schedule:
         self._reducing: list[_Record] = []
         self.in_backward = False
         self.is_last_backward = True
+        self.after_backward: Callable[[], None] | None = None
         self._keep_whole = False
         self._task = 0
         self._recomputes = False
@@ -360,6 +362,8 @@ class Schedule:
                 record.unit.reshard()  # gathered ahead for nothing, or for a second backward
             self._enter(record, Phase.IDLE)
         self.in_backward = False
+        if self.after_backward is not None:
+            self.after_backward()
 
     def _in_order_of_first_call(self) -> list[_Record]:
         seen = dict.fromkeys(self._begun)

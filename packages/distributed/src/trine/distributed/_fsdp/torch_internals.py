@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
@@ -28,6 +31,7 @@ __all__ = [
     "set_local_tensor",
     "stands_in",
     "storage_users",
+    "store_of",
     "transforming",
     "versions_of",
 ]
@@ -168,6 +172,22 @@ def storage_users(tensor: Tensor) -> int | None:
         return None
     users: int = count(tensor.untyped_storage()._cdata)
     return users
+
+
+def store_of(group: dist.ProcessGroup) -> tuple[Any, timedelta] | None:
+    """The key-value store that the ranks of a process group share, and how long it waits.
+
+    Not private, but younger than the oldest torch that the engine supports, and not every
+    backend has one. None without it: then ranks do not compare what they are about to do.
+    """
+    find = getattr(group, "get_group_store", None)
+    try:
+        store = None if find is None else find()
+    except RuntimeError:  # the group was made without one
+        return None
+    if store is None:
+        return None
+    return store, getattr(store, "timeout", dist.default_pg_timeout)
 
 
 def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from trine.core import tracing
-from trine.core.errors import TrineError
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
+from trine.distributed._fsdp.errors import CommError
 
-__all__ = ["CommError", "Transfer", "Transfers"]
+__all__ = ["Transfer", "Transfers"]
 
 T = TypeVar("T")
-
-
-class CommError(TrineError):
-    """A collective of the engine failed: usually another rank has gone."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,26 @@ class Transfers:
         self.comm = comm
         self.unit = "(root)"
 
+    def start(
+        self,
+        what: str,
+        buffer: Tensor,
+        call: Callable[[], T],
+        group: dist.ProcessGroup | None = None,
+    ) -> T:
+        """Start a collective.
+
+        Args:
+            what: its name, such as `all_gather`.
+            buffer: what it moves, as large on every rank.
+            call: starts it.
+            group: its ranks, if they are not those of `comm`.
+
+        Raises:
+            CommError: see `guard`.
+        """
+        return self.guard(what, call)
+
     def guard(self, what: str, call: Callable[[], T]) -> T:
         """Make a call that may fail because of another rank.
 
@@ -65,7 +83,8 @@ class Transfers:
             raise CommError(
                 f"{what} of {self.unit} failed on rank {self.comm.rank} of "
                 f"{self.comm.world_size}: {error}\nUsually another rank raised or was killed; "
-                "look at the first rank that reported an error."
+                "look at the first rank that reported an error. If none did, run again with "
+                "TRINE_DEBUG=1: ranks then say what they were about to do."
             ) from error
 
     def wait(self, transfer: Transfer, pending: Pending | PendingReduce) -> None:

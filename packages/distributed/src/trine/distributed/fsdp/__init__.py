@@ -1,5 +1,6 @@
 """Fully sharded data parallel training, with the names of `torch.distributed.fsdp`."""
 
+from trine.distributed._fsdp.errors import CommError, NonFiniteGradient, RanksDisagree
 from trine.distributed._fsdp.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
@@ -17,10 +18,13 @@ from trine.distributed.mesh import DataParallelMeshDims
 
 __all__ = [
     "CPUOffloadPolicy",
+    "CommError",
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "NonFiniteGradient",
     "OffloadPolicy",
+    "RanksDisagree",
     "ShardPlacement",
     "UnshardHandle",
     "clip_grad_norm_",

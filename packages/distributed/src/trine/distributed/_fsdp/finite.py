@@ -1,0 +1,102 @@
+"""Find gradients that are not finite on the rank where they arise, and tell all ranks.
+
+After the reduction a NaN is everywhere and nobody knows whose it was; so each rank looks at
+its own whole gradients before. The reduction goes on, for other ranks wait for it, and when
+backward has ended all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trine.core import tracing
+from trine.distributed._fsdp.errors import NonFiniteGradient, rank_list
+from trine.distributed._fsdp.labels import check_label, debugging
+from trine.distributed._fsdp.param import ShardedParam
+from trine.distributed.mesh import MeshAxes
+
+__all__ = ["FiniteCheck", "raise_if_not_finite"]
+
+_order = itertools.count()
+
+
+class FiniteCheck:
+    """Remembers which gradients of one module were finite on this rank, until backward ends."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[int, list[str], Tensor]] = []
+
+    def note(self, params: Sequence[ShardedParam], grads: Sequence[Tensor]) -> None:
+        """Look at the gradients of a group; the device is not waited for."""
+        # Backward reaches what computes last first. The greatest magnitude is NaN or infinite
+        # where any element is, and needs no mask of the gradient's size.
+        names = [param.fqn for param in reversed(params)]
+        finite = [
+            torch.linalg.vector_norm(grad, math.inf).isfinite()
+            if grad.numel()
+            else torch.ones((), dtype=torch.bool, device=grad.device)
+            for grad in reversed(grads)
+        ]
+        self._noted.append((next(_order), names, torch.stack(finite)))
+
+    def take(self) -> list[tuple[int, list[str], Tensor]]:
+        """What was noted since the last call: an order, names, and which are finite."""
+        noted, self._noted = self._noted, []
+        return noted
+
+
+@torch.no_grad()
+def raise_if_not_finite(checks: Iterable[FiniteCheck], axes: MeshAxes, steps: int) -> None:
+    """Tell all ranks which gradients of this backward were not finite, if any.
+
+    Args:
+        checks: of all modules under one root.
+        axes: the ranks of the root, all of which must call this.
+        steps: optimizer steps so far, for the message if the tracing seam knows no step.
+
+    Raises:
+        NonFiniteGradient: on every rank, naming the first such parameter and whose it was.
+    """
+    noted = sorted((each for check in checks for each in check.take()), key=lambda each: each[0])
+    if not noted:
+        return
+    names = [name for _, group, _ in noted for name in group]
+    device = noted[0][2].device
+    finite = torch.cat([flags.to(device) for _, _, flags in noted])
+    none = len(names)
+    places = torch.arange(none, device=device)
+    firsts = torch.full((len(axes.peers),), none, device=device)
+    firsts[axes.peers.index(dist.get_rank())] = torch.where(finite, none, places).min()
+    for group in (axes.shard_group, axes.replicate_group):
+        if group is not None and group.size() > 1:
+            if debugging():
+                check_label(group, "all_reduce of what is not finite", firsts)
+            dist.all_reduce(firsts, op=dist.ReduceOp.MIN, group=group)
+    by_rank = dict(zip(axes.peers, firsts.tolist(), strict=True))
+    first = min(by_rank.values())
+    if first == none:
+        return
+    ranks = [rank for rank, place in by_rank.items() if place == first]
+    others = [
+        f"first {names[place]} on rank {rank}"
+        for rank, place in by_rank.items()
+        if first < place < none
+    ]
+    step = tracing.current_step()
+    when = f"in step {step}" if step >= 0 else f"after {steps} optimizer steps"
+    raise NonFiniteGradient(
+        f"The gradient of {names[first]} is not finite on {rank_list(ranks)}, {when}"
+        f"{' (' + ', '.join(others) + ')' if others else ''}. It is the first that backward "
+        "reached. All ranks have its reduced gradient, so call zero_grad() before going on. Look "
+        "for NaN or infinity in that rank's batch and loss, or lower the learning rate; under a "
+        "gradient scaler overflow is normal, so turn the check off.",
+        names[first],
+        ranks,
+        step if step >= 0 else steps,
+    )

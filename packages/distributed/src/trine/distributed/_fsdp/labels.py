@@ -1,0 +1,111 @@
+"""TRINE_DEBUG=1: before each collective, its ranks make sure that all mean the same one.
+
+Whether they do is decided where a module is sharded: without the variable nothing of this
+is called. How ranks compare is in `meeting`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trine.distributed._fsdp.collectives import Comm
+from trine.distributed._fsdp.meeting import meetings
+from trine.distributed._fsdp.transfers import Transfers
+
+__all__ = ["CheckedTransfers", "check_label", "debug_limit_s", "debugging", "transfers_for"]
+
+T = TypeVar("T")
+
+_MEND = (
+    "Every rank must run the same sharded modules, in the same order, the same number of times: "
+    "look for a branch, a loop or a loss that depends on the rank or on its data. If a rank is "
+    "only slow, give it longer: TRINE_DEBUG_TIMEOUT_S (seconds)."
+)
+
+
+def debugging() -> bool:
+    """Whether the environment asks for checked labels (`TRINE_DEBUG=1`)."""
+    return os.environ.get("TRINE_DEBUG", "0") not in ("", "0")
+
+
+def debug_limit_s() -> float:
+    """How long ranks wait for each other before a collective, in seconds, while debugging.
+
+    Raises:
+        ValueError: if `TRINE_DEBUG_TIMEOUT_S` is not a positive number.
+    """
+    given = os.environ.get("TRINE_DEBUG_TIMEOUT_S", "60")
+    try:
+        limit_s = float(given)
+    except ValueError:
+        limit_s = 0.0
+    if not limit_s > 0:
+        raise ValueError(
+            f"TRINE_DEBUG_TIMEOUT_S={given!r}: expected a positive number of seconds to wait "
+            "for the other ranks before each collective."
+        )
+    return limit_s
+
+
+def transfers_for(comm: Comm) -> Transfers:
+    """The collectives of a group, with checked labels if the environment asks for them.
+
+    Raises:
+        ValueError: see `debug_limit_s`.
+    """
+    if not debugging():
+        return Transfers(comm)
+    debug_limit_s()  # refused here rather than in the middle of a step
+    return CheckedTransfers(comm)
+
+
+class CheckedTransfers(Transfers):
+    """Transfers whose ranks compare, before each collective, what they are about to do."""
+
+    def start(
+        self,
+        what: str,
+        buffer: Tensor,
+        call: Callable[[], T],
+        group: dist.ProcessGroup | None = None,
+    ) -> T:
+        """See `Transfers.start`.
+
+        Raises:
+            RanksDisagree: on every rank, if one is about to do something else.
+            CommError: if a rank does not come.
+        """
+        if group is None and self.comm.world_size > 1:
+            group = self.comm.group
+        if group is not None:
+            check_label(group, f"{what} of {self.unit}", buffer)
+        return super().start(what, buffer, call, group)
+
+
+def check_label(group: dist.ProcessGroup, what: str, buffer: Tensor) -> None:
+    """Compare with the other ranks of `group` what this one is about to do.
+
+    Args:
+        group: the ranks.
+        what: the operation and whose it is.
+        buffer: what it moves.
+
+    Raises:
+        RanksDisagree: on every rank, if one is about to do something else.
+        CommError: if a rank does not come.
+    """
+    met = meetings()
+    if met is None:
+        return
+    dtype = str(buffer.dtype).removeprefix("torch.")
+    met.meet(
+        dist.get_process_group_ranks(group),
+        f"{what} ({buffer.numel()} elements of {dtype})",
+        limit_s=debug_limit_s(),
+        mend=_MEND,
+    )
