@@ -69,6 +69,26 @@ def test_a_parameters_life_is_as_the_page_tells_it(tmp_path: Path) -> None:
     assert printed == "".join(shown)
 
 
+@pytest.mark.timeout(300)  # two jobs, each of which starts two ranks
+@pytest.mark.parametrize("trine_first", [False, True])
+def test_either_engine_goes_on_from_what_the_other_has_saved(
+    trine_first: bool, tmp_path: Path
+) -> None:
+    page = "docs/howto/coming-from-torch-fsdp2.md"
+    shown = re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    # Plain torch may abort when the interpreter ends while threads of gloo are running.
+    on_torch = program(page) + "import os\n\nos._exit(0)\n"
+    changed = program(page, 1)
+    theirs = changed.replace("from trine", "from torch")
+    assert theirs in on_torch
+    on_trine = on_torch.replace(theirs, changed)
+    programs = (on_trine, on_torch) if trine_first else (on_torch, on_trine)
+
+    printed = [run(tmp_path, code, *TORCHRUN) for code in programs]
+
+    assert printed == shown
+
+
 def test_the_test_of_the_how_to_guide_passes(tmp_path: Path) -> None:
     code = program("docs/howto/test-on-several-ranks.md")
 
