@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.distributed.recording_device import KIND, RecordingDevice, pose_as_torch_module
+from trine.core import register_device
+from trine.core.devices import registry
 from trine.distributed import testing
 
 
@@ -14,3 +19,15 @@ from trine.distributed import testing
 def run_on_ranks() -> Callable[..., list[Any]]:
     """Run a body on several ranks; see `trine.distributed.testing.run_on_ranks`."""
     return testing.run_on_ranks
+
+
+@pytest.fixture
+def recording_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordingDevice]:
+    """A made-up device with streams, in a world of four ranks of which only this one exists."""
+    made = RecordingDevice()
+    monkeypatch.setattr(registry, "_factories", dict(registry._factories))
+    register_device(KIND, lambda index: made)
+    pose_as_torch_module(monkeypatch)
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield made
+    dist.destroy_process_group()

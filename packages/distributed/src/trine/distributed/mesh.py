@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -248,6 +249,11 @@ class MeshAxes:
     def device_type(self) -> str:
         """The kind of device that the ranks compute on."""
         return self.mesh.device_type
+
+    @cached_property
+    def device(self) -> Device:
+        """The one that this rank computes on."""
+        return get_device(self.device_type)
 
     def placements(self, dim: int | None) -> list[Placement]:
         """How DTensor calls a parameter whose `dim` is sharded over these axes; None: no dim."""

@@ -67,7 +67,7 @@ def init_process_group(
         backend: the name of a torch backend; None takes the one that suits the device.
         device: where this rank computes. `"auto"` means the CPU when `backend` is gloo
             or mpi, otherwise a GPU if there is one; a kind without an index means the
-            GPU numbered by `LOCAL_RANK`. A CUDA device becomes the current one.
+            GPU numbered by `LOCAL_RANK`. It becomes the current one.
         timeout: how long a collective may take; None leaves torch's default.
 
     Returns:
@@ -186,7 +186,7 @@ def _device_of_this_rank(spec: str | torch.device | Device, backend: str | None)
         local_rank = os.environ.get("LOCAL_RANK")
         if local_rank and str(spec) in ("auto", "gpu", "cuda"):
             device = get_device(f"cuda:{local_rank}")
-        torch.cuda.set_device(device.torch_device)
+    device.make_current()
     return device
 
 

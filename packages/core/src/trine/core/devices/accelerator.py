@@ -145,10 +145,11 @@ class AcceleratorDevice(Device):
 
     def initialize(self) -> None:
         """Make this the process's current device, and see that it works."""
-        self._make_current()
+        self.make_current()
         super().initialize()
 
-    def _make_current(self) -> None:
+    def make_current(self) -> None:
+        """Let this be where the process computes when nobody names a device."""
         torch.accelerator.set_device_index(self.torch_device)
 
     def stream(self) -> Stream:

@@ -60,7 +60,8 @@ class CUDADevice(AcceleratorDevice):
         started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch's
         return torch.cuda.current_device() if started else 0
 
-    def _make_current(self) -> None:
+    def make_current(self) -> None:
+        """Let this be where the process computes when nobody names a device; sets TF32."""
         torch.cuda.set_device(self.torch_device)
         if self.allow_tf32 is not None:
             # By torch's older names: whoever set the newer ones could no longer read these.

@@ -149,6 +149,32 @@ class Device(Serializable, ABC):
         """
         return DeviceLoader(dataloader, self, prefetch_fn, depth)
 
+    # Host memory.
+
+    def host_buffer(self, numel: int, dtype: torch.dtype, *, pinned: bool = True) -> Tensor:
+        """A 1-D tensor in host memory, of undefined content, to copy here and from here.
+
+        Args:
+            numel: its elements.
+            dtype: of them.
+            pinned: page-locked, where copies to this device are the better for it
+                (`pins_memory`).
+        """
+        pin = pinned and self.pins_memory
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
+
+    def copy(self, source: Tensor, into: Tensor) -> None:
+        """Queue a copy between the host and this device on the current stream.
+
+        It need not be done when this returns. Until an event recorded behind it is, leave
+        the side that is in host memory alone, the source as well as the target.
+
+        Args:
+            source: on one of the two, of any dtype.
+            into: on the other, of the same shape; overwritten.
+        """
+        into.copy_(source, non_blocking=True)
+
     # Precision.
 
     def supported_precisions(self) -> tuple[Precision, ...]:
@@ -274,6 +300,9 @@ class Device(Serializable, ABC):
                 f"{self.torch_device} does not work: {str(error).splitlines()[0]} "
                 "Does a sum of two numbers work there in plain torch?"
             ) from error
+
+    def make_current(self) -> None:
+        """Let this be where the process computes when nobody names a device."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this device's random numbers, for a checkpoint."""

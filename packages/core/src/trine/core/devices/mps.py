@@ -96,13 +96,17 @@ class MPSDevice(AcceleratorDevice):
     def _current_id(self) -> int:
         return 0
 
-    def _make_current(self) -> None:
+    def make_current(self) -> None:
         """There is no other."""
 
     def tensor_to_device(self, tensor: Tensor) -> Tensor:
         """The tensor on this device, complete when this returns."""
         # Copies that do not block have handed out wrong bytes here.
         return tensor.to(self.torch_device)
+
+    def copy(self, source: Tensor, into: Tensor) -> None:
+        """Copy between the host and this device; done when this returns, as above."""
+        into.copy_(source)
 
     def _half_dtypes(self) -> tuple[torch.dtype, ...]:
         if torch.backends.mps.is_macos_or_newer(14, 0):

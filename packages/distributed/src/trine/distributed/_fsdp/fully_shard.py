@@ -15,6 +15,7 @@ from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import comm_for
 from trine.distributed._fsdp.managed import ManagedParam, managed_params
 from trine.distributed._fsdp.module import sharded_class
+from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.policies import (
@@ -73,8 +74,8 @@ def fully_shard(
         shard_placement_fn: called with each whole parameter; returns the dim to cut as
             `Shard(dim)`, a `ShardPlacement` for a mesh of its own too, or None for dim 0.
         mp_policy: dtypes of computation, reduction and output; None for the parameters' own.
-        offload_policy: `CPUOffloadPolicy` keeps shards in host memory; on a mesh of CPUs
-            they are there already, so it changes nothing. On others not implemented yet.
+        offload_policy: `CPUOffloadPolicy` keeps shards, gradients and so the optimizer's
+            state in host memory; on a mesh of CPUs they are there already.
         ignored_params: left as they are: not sharded, not gathered, not reduced.
         dp_mesh_dims: which axes of `mesh` to shard and replicate over, by name. Parameters
             may be DTensors over the whole of `mesh`, replicated along these axes.
@@ -87,20 +88,17 @@ def fully_shard(
             module that another call has sharded; if a parameter is distributed already over
             the ranks that it would be cut over.
         TypeError: if `module` is not a module.
-        NotImplementedError: for an argument that is not implemented yet, naming it.
     """
     modules = _modules(module)
     ignored = _check_ignored(ignored_params)
     params = managed_params(modules, ignored)
     axes = MeshAxes.of(init_mesh() if mesh is None else mesh, dp_mesh_dims)
-    if isinstance(offload_policy, CPUOffloadPolicy) and axes.device_type != "cpu":
-        _refuse_unimplemented(offload_policy=True)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     placed = [_placed(each, shard_placement_fn, axes) for each in params]
     reshards, again_among = _reshard_after_forward(reshard_after_forward, axes, placed)
     settings = UnitSettings(reshard_after_forward=reshards)
     reduce_settings = ReduceSettings()
-    groups = _make_groups(placed, policy, reduce_settings, again_among)
+    groups = _make_groups(placed, policy, reduce_settings, again_among, offload_policy)
     state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
     for each in modules:
         set_state(each, state)
@@ -202,18 +200,6 @@ def _check_ignored(given: set[nn.Parameter] | None) -> set[nn.Parameter]:
     return given or set()
 
 
-_NOT_YET = {
-    "offload_policy": "host memory for shards of another device",
-}
-
-
-def _refuse_unimplemented(**given: bool) -> None:
-    for name, is_given in given.items():
-        if is_given:
-            what = f": {_NOT_YET[name]}" if name in _NOT_YET else ""
-            raise NotImplementedError(f"fully_shard does not implement {name} yet{what}.")
-
-
 _Placed = tuple[ManagedParam, int, MeshAxes]
 
 
@@ -272,11 +258,14 @@ def _make_groups(
     policy: MixedPrecisionPolicy,
     settings: ReduceSettings,
     again_among: int | None,
+    offload: OffloadPolicy | None,
 ) -> list[ParamGroup]:
     """One group for each dtype and mesh, in the order in which they occur."""
     members: dict[tuple[torch.dtype, int], list[ShardedParam]] = {}
     for each, dim, axes in placed:
-        sharded = ShardedParam(each.param, each.slots, axes, each.fqn, dim)
+        host = _host_memory(axes, offload)
+        home = axes.device.torch_device if host is None else host.home
+        sharded = ShardedParam(each.param, each.slots, axes, each.fqn, dim, home=home)
         members.setdefault((each.param.dtype, id(axes.mesh)), []).append(sharded)
         note_successor(each.param, sharded)
     groups = []
@@ -287,5 +276,13 @@ def _make_groups(
         again = None
         if again_among is not None and again_among < axes.shard_size:
             again = SubgroupGather(comm_for(axes.shard_subgroup(again_among), comm.pool))
-        groups.append(ParamGroup(params, axes, comm, policy, settings, again))
+        host = _host_memory(axes, offload)
+        groups.append(ParamGroup(params, axes, comm, policy, settings, again, host))
     return groups
+
+
+def _host_memory(axes: MeshAxes, offload: OffloadPolicy | None) -> HostMemory | None:
+    """The host's memory for shards, if it is asked for and is not the device's own."""
+    if not isinstance(offload, CPUOffloadPolicy) or axes.device.kind == "cpu":
+        return None
+    return HostMemory(axes.device, pin=offload.pin_memory)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from trine.core import get_device
 from trine.distributed._fsdp.labels import check_label, debugging
 
 __all__ = ["clip_grad_norm_"]
@@ -109,7 +110,9 @@ def _power(
         for axis in axes:
             if mesh.size(axis) > 1:
                 group = mesh.get_group(axis)
+                # Gradients may live on the host, whose memory the backend need not reach.
+                power = get_device(mesh.device_type).tensor_to_device(power)
                 if debugging():
                     check_label(group, "all_reduce of the gradient norm", power)
                 dist.all_reduce(power, op=op, group=group)
-    return power
+    return power.to(locals_[0].device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.torch_internals import (
     apply_grad_hooks,
@@ -32,13 +33,21 @@ class ShardedGrads:
     Args:
         params: the parameters, in the order of `layout`.
         layout: where each one's rows lie; the extra elements follow them.
-        extra: how many extra elements.
+        host: where gradients live, if not beside the whole parameters.
     """
 
-    def __init__(self, params: Sequence[ShardedParam], layout: GroupLayout) -> None:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        layout: GroupLayout,
+        host: HostMemory | None = None,
+    ) -> None:
         first = params[0]
         with torch.inference_mode(False):
-            self.flat = torch.empty(layout.part_numel, dtype=first.dtype, device=first.local.device)
+            if host is None:
+                self.flat = torch.empty(layout.part_numel, dtype=first.dtype, device=first.device)
+            else:
+                self.flat = host.empty(layout.part_numel, first.dtype)
         self.layout = layout
         rank = first.axes.shard_rank
         self.tensors: list[DTensor] = [

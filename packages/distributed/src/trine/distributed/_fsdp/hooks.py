@@ -27,6 +27,7 @@ from trine.distributed._fsdp import root
 from trine.distributed._fsdp.precision import cast_floating
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState
+from trine.distributed._fsdp.state_dict import localize
 from trine.distributed._fsdp.torch_internals import (
     backward_running,
     call_after_backward,
@@ -49,11 +50,15 @@ def install(state: FSDPState) -> None:
             partial(pre_forward, state), prepend=True, with_kwargs=True
         )
         module.register_forward_hook(partial(post_forward, state), always_call=True)
-        for register in (
-            module.register_state_dict_pre_hook,
-            module.register_load_state_dict_pre_hook,
-        ):
-            register(partial(_show_sharded, state))  # type: ignore[no-untyped-call]  # torch's own
+    # On the modules that hold the parameters: their state dicts are asked for alone, too, and
+    # keys have reached them as they are there, after what wrappers in between have renamed.
+    for owner in _owners(state):
+        owner.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch's own
+            partial(_show_sharded, state)
+        )
+        owner.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch's own
+            partial(_before_load, state)
+        )
 
 
 @cache
@@ -210,7 +215,30 @@ def _on_grad(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:
     return tensor.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own
 
 
+def _owners(state: FSDPState) -> list[nn.Module]:
+    """The modules that hold parameters of the groups, each once."""
+    slots = (slot for group in state.groups for param in group.params for slot in param.slots)
+    return list(dict.fromkeys(slot.module for slot in slots))
+
+
 def _show_sharded(state: FSDPState, *_: object) -> None:
     """State dicts hold the sharded parameters, whatever the module computes with now."""
     for group in state.groups:
         group.reshard()
+
+
+def _before_load(
+    state: FSDPState,
+    module: nn.Module,
+    values: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Values are loaded into the sharded parameters, and may be whole or sharded otherwise."""
+    _show_sharded(state)
+    assign = metadata.get("assign_to_params_buffers", False)
+    localize(module, values, prefix, assign=assign, errors=errors)

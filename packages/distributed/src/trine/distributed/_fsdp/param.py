@@ -31,6 +31,7 @@ from trine.distributed._fsdp.layout import ShardLayout
 from trine.distributed._fsdp.successors import note_successor
 from trine.distributed._fsdp.torch_internals import (
     copy_grad_hooks,
+    dtensor_over,
     local_tensor,
     module_parameters,
     set_local_tensor,
@@ -60,11 +61,12 @@ def rows_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     DTensor loses track of an offset in it, and `torch.save` writes all of it.
     """
     numel = prod(shape)
+    if not numel:
+        return flat.new_empty(tuple(shape))
     part = flat.detach()[offset : offset + numel]
-    if numel:
-        # A dtype that DLPack does not know stays a view.
-        with contextlib.suppress(BufferError, RuntimeError, TypeError):
-            part = from_dlpack(part)
+    # A dtype that DLPack does not know stays a view.
+    with contextlib.suppress(BufferError, RuntimeError, TypeError):
+        part = from_dlpack(part)
     return part.view(tuple(shape))
 
 
@@ -91,6 +93,7 @@ class ShardedParam:
         axes: the ranks it is cut over.
         fqn: its name for messages.
         dim: along which it is cut.
+        home: where its rows live.
 
     Attributes:
         shape: of what the ranks of `axes` share: the whole, unless tensor parallelism has
@@ -108,6 +111,8 @@ class ShardedParam:
         axes: MeshAxes,
         fqn: str,
         dim: int = 0,
+        *,
+        home: torch.device,
     ) -> None:
         self.slots = tuple(slots)
         self.fqn = fqn
@@ -127,7 +132,7 @@ class ShardedParam:
             rows = laid[first:end]
             if not rows.is_meta:
                 # A copy even where the slice is the whole: the original must be freeable.
-                rows = rows.to(axes.device_type, copy=True).contiguous()
+                rows = rows.to(home, copy=True).contiguous()
         self._set_sharded(nn.Parameter(self.as_dtensor(rows), requires_grad=param.requires_grad))
         for name, value in vars(param).items():
             setattr(self.sharded, name, value)
@@ -153,13 +158,12 @@ class ShardedParam:
         """This rank's rows as a DTensor of the parameter's shape; memory is shared."""
         before = self._before
         with torch.no_grad():
-            return DTensor.from_local(
+            return dtensor_over(
                 self.own(rows),
                 self.axes.mesh if before is None else before.mesh,
                 (self.axes if before is None else before).placements(self.dim),
-                run_check=False,
-                shape=torch.Size(self._global_shape),
-                stride=_contiguous_stride(self._global_shape),
+                self._global_shape,
+                _contiguous_stride(self._global_shape),
             )
 
     def gather_from(self, parts: Tensor, into: Tensor) -> None:
@@ -194,6 +198,12 @@ class ShardedParam:
     def dtype(self) -> torch.dtype:
         """The dtype in which the parameter is stored and optimized."""
         return self.local.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the whole parameter is, which need not be where its rows live."""
+        assert self.unsharded is not None
+        return self.unsharded.device
 
     @property
     def moved(self) -> bool:

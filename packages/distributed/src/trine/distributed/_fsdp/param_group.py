@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trine.core import tracing
+from trine.core.devices import Event
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import Comm, Pending
 from trine.distributed._fsdp.custom_comm import AllGather, CustomComm, ReduceScatter
 from trine.distributed._fsdp.labels import transfers_for
 from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
@@ -83,6 +85,7 @@ class ParamGroup:
         policy: dtypes to gather and reduce in.
         settings: how to reduce.
         again: how to gather for backward, if not like for forward.
+        host: where shards and gradients live, if not on the device.
 
     Attributes:
         name: full name of the module whose parameters these are; see `rename`.
@@ -96,6 +99,7 @@ class ParamGroup:
         policy: MixedPrecisionPolicy,
         settings: ReduceSettings,
         again: SubgroupGather | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         # Those cut along dim 0 come first: one operation serves them all.
         self.params = sorted(params, key=lambda param: bool(param.dim))
@@ -105,12 +109,14 @@ class ParamGroup:
         self.name = "(root)"
         self._names_below = [param.fqn for param in self.params]
         self.layout = GroupLayout([param.layout for param in self.params])
+        self._host = host
+        self._fetched: Event | None = None  # behind the last read of shards on the host
         self._holds = _Storage.EMPTY
         self._gather: _Gather | None = None
         self._again = again
         self._transfers = transfers_for(comm)
         self._reducer = GradReducer(
-            self.params, comm, axes.replicate_group, settings, self._transfers
+            self.params, comm, axes.replicate_group, settings, self._transfers, host
         )
         self._gathered_at = (-1, -1)
         self._flat: Tensor | None = None
@@ -135,10 +141,14 @@ class ParamGroup:
         floating = dtype.is_floating_point
         self._gather_dtype = (self.policy.param_dtype or dtype) if floating else dtype
         self._reduce_dtype = (self.policy.reduce_dtype or self._gather_dtype) if floating else dtype
-        device = self.params[0].local.device
+        home, host = self.params[0].local.device, self._host
+        device = home if host is None else host.device.torch_device
         ranks, layout = self.comm.world_size, self.layout
         with torch.inference_mode(False), torch.no_grad():
-            flat = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+            if host is None:
+                flat = torch.zeros(layout.shard_numel, dtype=dtype, device=home)
+            else:
+                flat = host.empty(layout.shard_numel, dtype).zero_()
             whole = torch.empty(ranks * layout.shard_numel, dtype=self._gather_dtype, device=device)
             self._padded: list[Tensor] = []
             self._scattered: list[tuple[ShardedParam, int, Tensor]] = []
@@ -169,7 +179,8 @@ class ParamGroup:
         if self._flat is None or any(param.moved for param in self.params):
             for param in self.params:
                 param.refresh()
-            refuse_meta(self.meta_names(), self.axes.device_type)
+            refuse_meta(self.meta_names(), self.home)
+            self._refuse_elsewhere()
             self._allocate()
         for param in self.params:
             param.fill()
@@ -180,6 +191,24 @@ class ParamGroup:
     def gathers_again_among(self) -> int | None:
         """How many ranks gather for backward, if not those that gather for forward."""
         return None if self._again is None else self._again.comm.world_size
+
+    @property
+    def home(self) -> str:
+        """The kind of device on which the shards live."""
+        host = self._host
+        return (self.axes.device.torch_device if host is None else host.home).type
+
+    def _refuse_elsewhere(self) -> None:
+        away = [param for param in self.params if param.local.device.type != self.home]
+        if not away:
+            return
+        listed = _listed([f"{param.fqn} (on {param.local.device})" for param in away])
+        cause = "mesh" if self._host is None else "CPUOffloadPolicy"
+        raise RuntimeError(
+            f"These parameters are not on {self.home}, where their {cause} wants them: {listed}. "
+            f"Give them memory there, model.to_empty(device='{self.home}'), "
+            f"or move them back, model.to('{self.home}')."
+        )
 
     def meta_names(self) -> list[str]:
         """The parameters that have no memory yet."""
@@ -245,14 +274,24 @@ class ParamGroup:
                 return
             self._again.drop()
         out = self.comm.gather_buffer(
-            (self.comm.world_size, flat.numel()), self._gather_dtype, flat.device
+            (self.comm.world_size, flat.numel()), self._gather_dtype, self.params[0].device
         )
-        if flat.dtype is self._gather_dtype:
-            shard = flat
-        else:
+        host = self._host
+        shard = flat
+        if host is not None or flat.dtype is not self._gather_dtype:
             shard = out[self.comm.rank]
-            shard.copy_(flat)
-        pending = self._transfers.start("all_gather", out, lambda: self.comm.all_gather(out, shard))
+
+        def gather() -> Pending:
+            return self._transfers.start(
+                "all_gather", out, lambda: self.comm.all_gather(out, shard)
+            )
+
+        if host is not None:
+            pending, self._fetched = host.fetch(flat, shard, gather)
+        else:
+            if shard is not flat:
+                shard.copy_(flat)
+            pending = gather()
         sent = out[0].nbytes * (self.comm.world_size - 1)
         self._gather = _Gather(
             Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out
@@ -286,6 +325,8 @@ class ParamGroup:
             self.unshard()
         gather = self._gather
         assert gather is not None
+        if self._host is not None and self._fetched is not None:
+            self._host.await_fetched(self._fetched)
         self._transfers.wait(gather.transfer, gather.pending)
         self._gather = None
         if gather.out is not None:
@@ -317,10 +358,7 @@ class ParamGroup:
             return
         if self._holds is _Storage.FILLING:
             self.wait_for_unshard()  # a prefetch that nobody used: its buffer must return
-        for param in self.params:
-            param.show_sharded()
-        self._whole.resize_(0)
-        self._holds = _Storage.EMPTY
+        self._show_shards()
 
     @torch.no_grad()
     def reshard_until_backward(self) -> None:
@@ -329,6 +367,12 @@ class ParamGroup:
             self.reshard()
             return
         self._again.keep(self._whole_flat)
+        self._show_shards()
+
+    def _show_shards(self) -> None:
+        if self._fetched is not None:
+            self._fetched.synchronize()  # from here on anybody may write to them
+            self._fetched = None
         for param in self.params:
             param.show_sharded()
         self._whole.resize_(0)
@@ -390,6 +434,10 @@ class ParamGroup:
         self.reshard()
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def refuse_meta(names: Sequence[str], device_type: str) -> None:
     """Refuse parameters on the meta device, if there are any.
 
@@ -398,9 +446,8 @@ def refuse_meta(names: Sequence[str], device_type: str) -> None:
     """
     if not names:
         return
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     raise RuntimeError(
-        f"Parameters on the meta device hold no values: {listed}. Give them memory with "
+        f"Parameters on the meta device hold no values: {_listed(names)}. Give them memory with "
         f"model.to_empty(device='{device_type}') and values by initializing or loading, "
         "then run forward."
     )

@@ -72,8 +72,15 @@ class OffloadPolicy:
 class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters, gradients and optimizer state in host memory.
 
+    The optimizer then computes on the host. Shards are copied to the device before each
+    all-gather and gradients back after each reduction, beside the computation. Operations of
+    torch that communicate such parameters themselves (`full_tensor`, saving full state dicts,
+    torch's own `clip_grad_norm_`) need a process group that moves host memory too: start it
+    with the backend `"cpu:gloo,cuda:nccl"`. Training does not, nor does our `clip_grad_norm_`.
+
     Attributes:
-        pin_memory: whether host copies are pinned, for faster copies to the device.
+        pin_memory: whether that memory is page-locked, where the device gains from it: copies
+            then need not be waited for. Leave it off if the host is short of memory.
     """
 
     pin_memory: bool = True

@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trine.core import tracing
+from trine.core.devices import Event
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
 from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.grads import ShardedGrads
 from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.torch_internals import chunk_cat
 from trine.distributed._fsdp.transfers import Transfer, Transfers
@@ -51,6 +53,15 @@ class ReduceSettings:
 
 
 @dataclass
+class _Stored:
+    """Gradients on their way to the host."""
+
+    source: Tensor
+    grads: ShardedGrads
+    done: Event
+
+
+@dataclass
 class _Reduction:
     """One reduction, from reduce-scatter to hand-over."""
 
@@ -63,6 +74,7 @@ class _Reduction:
     summed: Tensor | None = None
     all_reduce: Pending | None = None
     all_reduce_transfer: Transfer | None = None
+    stored: _Stored | None = None
 
 
 @dataclass
@@ -84,6 +96,7 @@ class GradReducer:
         replicate_group: the ranks that hold the same part of other copies, if there are any.
         settings: what the user chose.
         transfers: waits, and reports.
+        host: where the gradients shall live, if not on the device.
     """
 
     def __init__(
@@ -93,6 +106,7 @@ class GradReducer:
         replicate_group: dist.ProcessGroup | None,
         settings: ReduceSettings,
         transfers: Transfers,
+        host: HostMemory | None = None,
     ) -> None:
         self.comm = comm
         self.settings = settings
@@ -100,6 +114,7 @@ class GradReducer:
         self._replicate_group = None if replicate_group is None else BorrowedGroup(replicate_group)
         self._copies = 1 if replicate_group is None else replicate_group.size()
         self._transfers = transfers
+        self._host = host
         self._plans: dict[tuple[bool, ...], _Plan] = {}
         self._reduction: _Reduction | None = None
 
@@ -126,7 +141,7 @@ class GradReducer:
         ranks = self.comm.world_size
         if ranks * self._copies == 1 and not any(used):
             return
-        device = plan.params[0].local.device
+        device = plan.params[0].device
         grads.append(torch.tensor(used, dtype=grads[0].dtype, device=device).repeat(ranks))
         rows = self.comm.reduce_buffer((ranks, plan.layout.part_numel), dtype, device)
         chunk_cat(grads, ranks, rows)
@@ -145,7 +160,7 @@ class GradReducer:
             grad = param.take_grad()
             used.append(grad is not None)
             if grad is None:
-                zero = torch.zeros((), dtype=dtype, device=param.local.device)
+                zero = torch.zeros((), dtype=dtype, device=param.device)
                 grad = zero.expand(param.layout.shape)
             elif grad.layout is not torch.strided:
                 raise NotImplementedError(
@@ -159,7 +174,7 @@ class GradReducer:
 
     @torch.no_grad()
     def advance(self) -> bool:
-        """Take the reduction one collective further; the caller waits for that one.
+        """Take the reduction one collective, or the copy to the host, further; wait for that.
 
         Returns:
             True if nothing is under way any more: gradients are handed out, or kept.
@@ -168,11 +183,13 @@ class GradReducer:
         if reduction is None:
             return True
         plan = self._plans[reduction.key]
+        if reduction.stored is not None:
+            self._hand_out_stored(reduction, plan, reduction.stored)
+            return True
         if reduction.summed is None:
             self._transfers.wait(reduction.scatter, reduction.pending)
             if self._replicate_group is None:
-                self._hand_out(reduction, plan)
-                return True
+                return self._hand_out(reduction, plan)
             self._add_up(reduction, plan)
             if not self.settings.all_reduces:
                 plan.kept = reduction.summed
@@ -183,8 +200,7 @@ class GradReducer:
         assert reduction.all_reduce is not None
         assert reduction.all_reduce_transfer is not None
         self._transfers.wait(reduction.all_reduce_transfer, reduction.all_reduce)
-        self._hand_out(reduction, plan)
-        return True
+        return self._hand_out(reduction, plan)
 
     def _scale(self) -> float:
         divide_by = self.settings.divide_by
@@ -193,7 +209,7 @@ class GradReducer:
     def _add_up(self, reduction: _Reduction, plan: _Plan) -> None:
         """Sums of this rank's part in a buffer of its own, with those that were kept."""
         dtype = torch.promote_types(reduction.scatter.dtype, torch.float32)
-        device = plan.params[0].local.device
+        device = plan.params[0].device
         summed = self.comm.pool.acquire((plan.layout.part_numel,), dtype, device)
         reduction.pending.sum_into(summed, self._scale())
         if plan.kept is not None:
@@ -223,28 +239,38 @@ class GradReducer:
         reduction.all_reduce = Pending([work])
         reduction.all_reduce_transfer = transfer
 
-    def _hand_out(self, reduction: _Reduction, plan: _Plan) -> None:
-        self._reduction = None
+    def _hand_out(self, reduction: _Reduction, plan: _Plan) -> bool:
+        """Give the parameters their gradients, or (False) send these to the host first."""
         grads = self._grads_for(plan)
+        flat = grads.flat
+        if self._host is not None:
+            flat = self.comm.pool.acquire(tuple(flat.shape), flat.dtype, plan.params[0].device)
         if reduction.summed is None:
-            reduction.pending.sum_into(grads.flat, self._scale())
+            reduction.pending.sum_into(flat, self._scale())
         else:
-            grads.flat.copy_(reduction.summed)
+            flat.copy_(reduction.summed)
             self.comm.pool.release(reduction.summed)
-        used = reduction.used
-        if not all(used):
-            somewhere = grads.extra.tolist()
-            used = [here or abs(mark) > 0 for here, mark in zip(used, somewhere, strict=True)]
         if self.settings.hook is not None:
-            self.settings.hook(grads.flat[: plan.layout.shard_numel])
-        grads.hand_out(plan.params, used)
+            self.settings.hook(flat[: plan.layout.shard_numel])
+        if self._host is not None:
+            reduction.stored = _Stored(flat, grads, self._host.store(flat, grads.flat))
+            return False
+        self._reduction = None
+        grads.hand_out(plan.params, _used_anywhere(reduction, grads))
+        return True
+
+    def _hand_out_stored(self, reduction: _Reduction, plan: _Plan, stored: _Stored) -> None:
+        stored.done.synchronize()
+        self.comm.pool.release(stored.source)
+        self._reduction = None
+        stored.grads.hand_out(plan.params, _used_anywhere(reduction, stored.grads))
 
     def _grads_for(self, plan: _Plan) -> ShardedGrads:
         """A gradient buffer that nobody sees: the one of the last step if that is so."""
         unset = all(param.sharded.grad is None for param in plan.params)
         if plan.grads is not None and unset and plan.grads.is_free():
             return plan.grads
-        grads = ShardedGrads(plan.params, plan.layout)
+        grads = ShardedGrads(plan.params, plan.layout, self._host)
         if unset:
             plan.grads = grads
         return grads
@@ -254,7 +280,17 @@ class GradReducer:
         reduction, self._reduction = self._reduction, None
         if reduction is not None:
             (reduction.all_reduce or reduction.pending).wait()
+            if reduction.stored is not None:
+                reduction.stored.done.synchronize()
         for plan in self._plans.values():
             plan.kept = None
         if self.settings.finite is not None:
             self.settings.finite.take()
+
+
+def _used_anywhere(reduction: _Reduction, grads: ShardedGrads) -> list[bool]:
+    """Which parameters any rank has used; see Note [Used somewhere]."""
+    used = reduction.used
+    if all(used):
+        return used
+    return [here or abs(mark) > 0 for here, mark in zip(used, grads.extra.tolist(), strict=True)]

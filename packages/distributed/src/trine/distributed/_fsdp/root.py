@@ -66,13 +66,16 @@ def _initialize(root: FSDPState) -> Schedule:
         if (state := state_of(module)) is not None and state.modules[0] is module
     ]
     on_meta: list[str] = []
+    home = root.axes.device_type
     for name, state in below:
         for group in state.groups:
             group.rename(name or "(root)")
-            on_meta += group.meta_names()
+            found = group.meta_names()
+            home = group.home if found else home
+            on_meta += found
     # Before any refusal: one that only some ranks meet would leave the others waiting.
     agree_on_layout(root, below)
-    refuse_meta(on_meta, root.axes.device_type)
+    refuse_meta(on_meta, home)
     # Nothing is changed before all checks have passed: the user may mend and try again.
     schedule = Schedule()
     pool = BufferPool()

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
     "apply_grad_hooks",
@@ -24,6 +25,7 @@ __all__ = [
     "call_post_accumulate_hooks",
     "chunk_cat",
     "copy_grad_hooks",
+    "dtensor_over",
     "local_tensor",
     "module_parameters",
     "on_backward_reaching",
@@ -104,6 +106,39 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> bool:
         return False
     tensor._local_tensor = local
     return True
+
+
+def dtensor_over(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> DTensor:
+    """A DTensor whose part on this rank is `local`, be it on the mesh's device or on the host.
+
+    `DTensor.from_local` moves its argument to the mesh's device. The way around it needs
+    `set_local_tensor`; there is no other.
+
+    Raises:
+        NotImplementedError: if `local` is elsewhere and torch keeps that private name no more.
+    """
+
+    def laid(over: Tensor) -> DTensor:
+        return DTensor.from_local(
+            over, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+
+    if local.is_meta or local.device.type == mesh.device_type:
+        return laid(local)
+    without_memory = laid(torch.empty_like(local, device="meta"))
+    made = cast(DTensor, torch.empty_like(without_memory, device=local.device))
+    if not set_local_tensor(made, local):
+        raise NotImplementedError(
+            f"This torch ({torch.__version__}) lets no DTensor on {mesh} hold memory of "
+            f"{local.device}. Leave offload_policy out, or use a torch that trine was tested with."
+        )
+    return made
 
 
 def versions_of(tensors: Sequence[Tensor]) -> int:
