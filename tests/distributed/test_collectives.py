@@ -116,11 +116,26 @@ def test_a_reduction_gives_its_buffers_back(run_on_ranks: RunOnRanks) -> None:
 
 
 def chosen() -> str:
-    return type(comm_for(world_group(), BufferPool())).__name__
+    return type(comm_for(world_group(), BufferPool(), "cpu")).__name__
+
+
+def chosen_for_a_backend_for_each_kind() -> list[tuple[str, str]]:
+    group = dist.new_group(backend="cpu:gloo,cuda:fake")
+    assert isinstance(group, dist.ProcessGroup)
+    comms = [comm_for(group, BufferPool(), kind) for kind in ("cpu", "cuda")]
+    return [(type(comm).__name__, comm.backend) for comm in comms]
 
 
 def test_gloo_groups_get_the_collectives_made_for_gloo(run_on_ranks: RunOnRanks) -> None:
     assert run_on_ranks(chosen, 2) == ["GlooComm", "GlooComm"]
+
+
+def test_groups_with_several_backends_get_those_for_the_one_at_work(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    expected = [("GlooComm", "gloo"), ("C10dComm", "fake")]
+
+    assert run_on_ranks(chosen_for_a_backend_for_each_kind, 2) == [expected, expected]
 
 
 def test_a_rank_on_its_own_sends_nothing(run_on_ranks: RunOnRanks) -> None:

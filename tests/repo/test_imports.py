@@ -28,6 +28,25 @@ def test_no_package_uses_the_fsdp_of_torch() -> None:
     assert found == []
 
 
+# Streams, events, memory and copies are asked of trine.core.Device.
+DEVICES = ("torch.cuda", "torch.xpu", "torch.mps", "torch.accelerator", "torch.Stream")
+
+
+def test_distributed_knows_no_kind_of_device() -> None:
+    sources = [path for path in files() if path.parts[:2] == ("packages", "distributed")]
+
+    found = [
+        f"{path}: {name}"
+        for path in sources
+        if path.suffix == ".py"
+        for name in names_used((ROOT / path).read_text(encoding="utf-8"))
+        if any(name == each or name.startswith(f"{each}.") for each in DEVICES)
+    ]
+
+    assert sources
+    assert found == []
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from trine.core import Device, get_device
-from trine.distributed.process_groups import BorrowedGroup, init_process_group
+from trine.distributed.process_groups import CPU_BACKENDS, BorrowedGroup, init_process_group
 
 __all__ = ["DataParallelMeshDims", "MeshAxes", "init_mesh"]
 
@@ -41,7 +41,7 @@ def init_mesh(
     if not dist.is_initialized():
         found = init_process_group(device="auto" if device is None else device)
     elif device is None:
-        found = get_device("auto" if dist.get_backend() == dist.Backend.NCCL else "cpu")
+        found = get_device("cpu" if dist.get_backend() in CPU_BACKENDS else "auto")
     else:
         found = get_device(device)
     world_size = dist.get_world_size()

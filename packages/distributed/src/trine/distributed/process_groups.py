@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from trine.core import CUDADevice, Device, TrineError, get_device
 
 __all__ = [
+    "CPU_BACKENDS",
     "BorrowedGroup",
     "available_backends",
+    "backend_of",
     "check_backend",
     "destroy_process_group",
     "init_process_group",
@@ -37,7 +39,7 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ANSWER_S = 1.0  # for a store to answer, beyond the time it may take to appear
 _LET_GO_S = 0.1  # for threads that cannot be joined to drop what they hold
 _LEAVE_S = 2.0  # to leave the world at exit; a launcher stops its ranks within 5 s
-_CPU_BACKENDS = frozenset({"gloo", "mpi"})
+CPU_BACKENDS = frozenset({"gloo", "mpi"})  # which programs that compute on CPUs choose
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,17 @@ def check_backend(backend: str) -> None:
         raise ValueError(f"{reason} Backends that work here: {usable}.")
 
 
+def backend_of(group: dist.ProcessGroup, kind: str) -> str:
+    """Who moves tensors of a kind of device in a group, which may have a backend for each kind.
+
+    A program that names no backend gets such a group, as does one that asks for
+    `"cpu:gloo,cuda:nccl"`.
+    """
+    config = dist.get_backend_config(group)
+    by_kind = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    return by_kind.get(kind) or dist.get_backend(group)
+
+
 def _why_not(backend: str) -> str | None:
     if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
         return f"Unknown backend {backend!r}."
@@ -179,7 +192,7 @@ def _why_not(backend: str) -> str | None:
 
 
 def _device_of_this_rank(spec: str | torch.device | Device, backend: str | None) -> Device:
-    if spec == "auto" and backend in _CPU_BACKENDS:
+    if spec == "auto" and backend in CPU_BACKENDS:
         return get_device("cpu")
     device = get_device(spec)
     if device.kind == "cuda":

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
-from trine.distributed.process_groups import BorrowedGroup
+from trine.distributed.process_groups import BorrowedGroup, backend_of
 
 __all__ = [
     "C10dComm",
@@ -267,13 +267,16 @@ class _LocalSum(PendingReduce):
 class C10dComm(Comm):
     """Any other backend: its own all-gather and reduce-scatter."""
 
-    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
-        super().__init__(pool, group.rank(), group.size(), dist.get_backend(group), group)
+    def __init__(
+        self, group: dist.ProcessGroup, pool: BufferPool, backend: str | None = None
+    ) -> None:
+        backend = backend or dist.get_backend(group)
+        super().__init__(pool, group.rank(), group.size(), backend, group)
         self.can_average = self.averages = self.backend == "nccl"
 
     def separate(self, made: dict[dist.ProcessGroup, dist.ProcessGroup]) -> Comm:
         """See `Comm.separate`."""
-        return C10dComm(_twin(self.group, made), self.pool)
+        return C10dComm(_twin(self.group, made), self.pool, self.backend)
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """The backend's all-gather."""
@@ -323,8 +326,15 @@ def _twin(
     return made[group]
 
 
-def comm_for(group: dist.ProcessGroup | None, pool: BufferPool) -> Comm:
-    """The collectives that suit the backend of `group`; None is a group of this rank alone."""
+def comm_for(group: dist.ProcessGroup | None, pool: BufferPool, kind: str) -> Comm:
+    """The collectives that suit the backend that moves tensors of a kind of device in a group.
+
+    Args:
+        group: the ranks; None is this rank alone.
+        pool: where buffers come from.
+        kind: of the device on which the buffers are.
+    """
     if group is None or group.size() == 1:
         return LocalComm(pool)
-    return (GlooComm if dist.get_backend(group) == "gloo" else C10dComm)(group, pool)
+    backend = backend_of(group, kind)
+    return GlooComm(group, pool) if backend == "gloo" else C10dComm(group, pool, backend)

@@ -19,7 +19,6 @@ from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.policies import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacement,
@@ -272,10 +271,11 @@ def _make_groups(
     for params in members.values():
         axes = params[0].axes
         # Each with a pool of its own until the root lets them share one.
-        comm = comm_for(axes.shard_group, BufferPool())
+        comm = comm_for(axes.shard_group, BufferPool(), axes.device_type)
         again = None
         if again_among is not None and again_among < axes.shard_size:
-            again = SubgroupGather(comm_for(axes.shard_subgroup(again_among), comm.pool))
+            few = axes.shard_subgroup(again_among)
+            again = SubgroupGather(comm_for(few, comm.pool, axes.device_type))
         host = _host_memory(axes, offload)
         groups.append(ParamGroup(params, axes, comm, policy, settings, again, host))
     return groups
@@ -283,6 +283,7 @@ def _make_groups(
 
 def _host_memory(axes: MeshAxes, offload: OffloadPolicy | None) -> HostMemory | None:
     """The host's memory for shards, if it is asked for and is not the device's own."""
-    if not isinstance(offload, CPUOffloadPolicy) or axes.device.kind == "cpu":
+    pin: bool | None = getattr(offload, "pin_memory", None)  # so torch's own policy serves, too
+    if pin is None or axes.device.kind == "cpu":
         return None
-    return HostMemory(axes.device, pin=offload.pin_memory)
+    return HostMemory(axes.device, pin=pin)
