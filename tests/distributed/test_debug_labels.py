@@ -108,9 +108,9 @@ def test_ranks_that_agree_train_as_without(run_on_ranks: RunOnRanks, axes: dict[
 def test_without_the_variable_nothing_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     for off in ("", "0"):
         monkeypatch.setenv("TRINE_DEBUG", off)
-        assert type(transfers_for(comm_for(None, BufferPool()))) is Transfers
+        assert type(transfers_for(comm_for(None, BufferPool(), "cpu"))) is Transfers
     monkeypatch.setenv("TRINE_DEBUG", "1")
-    assert type(transfers_for(comm_for(None, BufferPool()))) is not Transfers
+    assert type(transfers_for(comm_for(None, BufferPool(), "cpu"))) is not Transfers
 
 
 # --- ranks that do not -------------------------------------------------------------------
@@ -228,4 +228,4 @@ def test_a_time_limit_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TRINE_DEBUG_TIMEOUT_S", "soon")
 
     with pytest.raises(ValueError, match=r"TRINE_DEBUG_TIMEOUT_S='soon': expected a positive num"):
-        transfers_for(comm_for(None, BufferPool()))
+        transfers_for(comm_for(None, BufferPool(), "cpu"))
