@@ -13,13 +13,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore  # torch.distributed does not re-export it
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from trine.core.tracing import TraceEvent, add_sink, remove_sink
 from trine.distributed import fsdp, init_mesh
-from trine.distributed.fsdp import DataParallelMeshDims, ShardPlacement, fully_shard
+from trine.distributed._fsdp.arguments import as_dims, as_offload_policy, as_precision_policy
+from trine.distributed.fsdp import DataParallelMeshDims, FSDPModule, ShardPlacement, fully_shard
+from trine.distributed.fsdp.comm import ReduceScatter
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -424,3 +437,142 @@ def test_numbers_that_do_not_divide_the_ranks_are_refused_with_those_that_do(
     run_on_ranks: RunOnRanks,
 ) -> None:
     run_on_ranks(refuse_numbers, 4)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("argument", "given", "told"),
+    [
+        ("mesh", 3, r"must be a DeviceMesh or None, got 3 \(int\)\. For example mesh=init_mesh"),
+        ("reshard_after_forward", "yes", r"must be True, False, None or a number .* got 'yes'"),
+        ("reshard_after_forward", 2.0, r"a number of ranks, got 2\.0 \(float\)"),
+        ("shard_placement_fn", Shard(1), r"must be a function or None, got .*Shard\)"),
+        ("mp_policy", torch.bfloat16, r"must be a MixedPrecisionPolicy or None, got .*bfloat16"),
+        (
+            "mp_policy",
+            torch_fsdp.MixedPrecision(),
+            r"got .*\(torch.*MixedPrecision\)\. For example",
+        ),
+        ("offload_policy", True, r"must be an OffloadPolicy.* got True \(bool\)\. For example"),
+        ("offload_policy", torch_fsdp.CPUOffload(), r"got .*CPUOffload\)"),
+        ("ignored_params", torch.ones(1), r"must be a set of parameters or None, got tensor"),
+        ("dp_mesh_dims", "fsdp", r"must be a DataParallelMeshDims or None, got 'fsdp' \(str\)"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_with_what_would_do(
+    argument: str, given: object, told: str
+) -> None:
+    arguments: dict[str, Any] = {argument: given}
+    model = nn.Linear(2, 2)
+
+    with pytest.raises(TypeError, match=rf"^{argument} {told}"):
+        fully_shard(model, **arguments)
+
+    assert type(model) is nn.Linear
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fields_of_another_type_are_refused_where_the_object_is_made() -> None:
+    mesh = init_mesh()
+
+    with pytest.raises(TypeError, match=r"ShardPlacement\.placement must be a Shard, got 1"):
+        ShardPlacement(1, mesh)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ShardPlacement\.mesh must be a DeviceMesh, got 'mesh'"):
+        ShardPlacement(Shard(0), "mesh")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Dims\.shard must be the name of an axis .* got 0\. Name"):
+        DataParallelMeshDims(shard=0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Dims\.replicate must be the name .* got \('a', 1\)"):
+        DataParallelMeshDims(replicate=("a", 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_sharded_module_cannot_use_is_refused_by_its_methods() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    assert isinstance(model, FSDPModule)
+
+    with pytest.raises(TypeError, match=r"takes True or False, got 2\. .* to fully_shard"):
+        model.set_reshard_after_forward(2)
+    with pytest.raises(TypeError, match=r"class made from AllGather .* got .*all_gather"):
+        model.set_custom_all_gather(dist.all_gather)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"class made from ReduceScatter .* got <class"):
+        model.set_custom_reduce_scatter(ReduceScatter)  # type: ignore[arg-type]
+
+
+# --- torch's own objects -----------------------------------------------------------------
+
+
+def train_with_torchs_objects() -> None:
+    """A program that makes everything but the call itself with torch's FSDP2."""
+    reference = build()
+    mesh = init_mesh({"copies": 2, "shards": 2})
+    columns = FSDPMeshInfo(init_mesh({"all": 4}), shard_mesh_dim=0)
+    pairs = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+
+    def place(param: nn.Parameter) -> Any:
+        if param.dim() == 1:
+            return ShardPlacementResult(None, pairs)
+        return ShardPlacementResult(Shard(1), columns) if param.shape[0] == 10 else None
+
+    model = shard_all(
+        copy.deepcopy(reference),
+        mesh=mesh,
+        dp_mesh_dims=torch_fsdp.DataParallelMeshDims(shard="shards", replicate="copies"),
+        mp_policy=torch_fsdp.MixedPrecisionPolicy(
+            param_dtype=torch.float64, output_dtype=torch.float32
+        ),
+        offload_policy=torch_fsdp.CPUOffloadPolicy(pin_memory=False),
+        shard_placement_fn=place,
+    )
+    placed = {name: param.placements for name, param in model.named_parameters()}
+    assert placed["0.up.weight"] == (Shard(1),)
+    assert placed["0.up.bias"] == (Shard(0), Replicate())
+    assert placed["0.down.weight"] == (Replicate(), Shard(0))
+    for block in (model[0], model[1]):
+        block.set_custom_all_gather(DefaultAllGather())
+        block.set_custom_reduce_scatter(DefaultReduceScatter())
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        out = model(own_batch(step))
+        assert out.dtype is torch.float32
+        backward(out.square().mean())
+        backward_over_all_ranks(reference, step)
+        assert_same_gradients(model, reference)
+
+
+def test_torchs_own_objects_are_taken_for_ours(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(train_with_torchs_objects, 4)
+
+
+def test_every_field_of_torchs_objects_is_taken() -> None:
+    precision: tuple[Any, ...] = (torch.bfloat16, torch.float32, torch.float16, False)
+
+    policy = as_precision_policy(torch_fsdp.MixedPrecisionPolicy(*precision))
+    offload = as_offload_policy(torch_fsdp.CPUOffloadPolicy(pin_memory=False))
+    no_offload = as_offload_policy(torch_fsdp.OffloadPolicy())
+    dims = as_dims(torch_fsdp.DataParallelMeshDims(shard=("a", "b"), replicate="c"))
+
+    assert policy == fsdp.MixedPrecisionPolicy(*precision)
+    assert offload == fsdp.CPUOffloadPolicy(pin_memory=False)
+    assert no_offload == fsdp.OffloadPolicy()
+    assert dims == DataParallelMeshDims(shard=("a", "b"), replicate="c")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_torchs_mesh_of_axes_without_names_must_name_them_unless_the_last_is_sharded() -> None:
+    mesh = init_device_mesh("cpu", (1, 1))
+    usual = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    other = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+
+    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: ShardPlacementResult(None, usual))
+    with pytest.raises(
+        ValueError, match="2 axes without names for weight, to be sharded over axis 0"
+    ):
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: ShardPlacementResult(None, other))

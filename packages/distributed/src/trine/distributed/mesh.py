@@ -79,6 +79,14 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for field, given in (("shard", self.shard), ("replicate", self.replicate)):
+            names = given if isinstance(given, tuple) else (given,)
+            if given is not None and not all(isinstance(name, str) for name in names):
+                raise TypeError(
+                    f"DataParallelMeshDims.{field} must be the name of an axis or a tuple of "
+                    f"names, got {given!r}. Name the axes when the mesh is made: "
+                    "init_mesh({'replicate': 2, 'shard': 4})."
+                )
         if self.shard is None and self.replicate is None:
             raise ValueError(
                 "DataParallelMeshDims names no axis. Give shard, replicate, or both: "

@@ -12,7 +12,7 @@ from torch import Tensor
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce, SummedElsewhere
 
-__all__ = ["AllGather", "CommPrimitive", "CustomComm", "ReduceScatter"]
+__all__ = ["AllGather", "CommPrimitive", "CustomComm", "ReduceScatter", "check_custom"]
 
 
 class CommPrimitive(ABC):
@@ -65,6 +65,20 @@ class ReduceScatter(CommPrimitive):
             op: how to reduce; the engine asks for sums.
             async_op: whether the caller waits on the returned work.
         """
+
+
+def check_custom(given: object, kind: str) -> None:
+    """Refuse what cannot be called as an `AllGather` or a `ReduceScatter`; torch's own can.
+
+    Raises:
+        TypeError: naming what is missing.
+    """
+    for method in ("__call__", "allocate"):
+        if isinstance(given, type) or not callable(getattr(given, method, None)):
+            raise TypeError(
+                f"Expected an object of a class made from {kind} (ours or torch's), "
+                f"with the methods __call__ and allocate; got {given!r}."
+            )
 
 
 class CustomComm(Comm):

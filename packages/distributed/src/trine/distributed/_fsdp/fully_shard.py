@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from trine.distributed._fsdp import hooks
+from trine.distributed._fsdp import arguments, hooks
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import comm_for
 from trine.distributed._fsdp.managed import ManagedParam, managed_params
@@ -79,6 +78,9 @@ def fully_shard(
         dp_mesh_dims: which axes of `mesh` to shard and replicate over, by name. Parameters
             may be DTensors over the whole of `mesh`, replicated along these axes.
 
+    Objects that programs made with torch's FSDP2 (policies, `DataParallelMeshDims`, results of
+    `shard_placement_fn`) are taken for ours.
+
     Returns:
         `module` itself.
 
@@ -86,18 +88,22 @@ def fully_shard(
         ValueError: if a module is sharded already, has no parameters, or shares one with a
             module that another call has sharded; if a parameter is distributed already over
             the ranks that it would be cut over.
-        TypeError: if `module` is not a module.
+        TypeError: for an argument of another type, naming it.
     """
     modules = _modules(module)
-    ignored = _check_ignored(ignored_params)
-    params = managed_params(modules, ignored)
-    axes = MeshAxes.of(init_mesh() if mesh is None else mesh, dp_mesh_dims)
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    placed = [_placed(each, shard_placement_fn, axes) for each in params]
-    reshards, again_among = _reshard_after_forward(reshard_after_forward, axes, placed)
+    policy = arguments.as_precision_policy(mp_policy)
+    offload = arguments.as_offload_policy(offload_policy)
+    dims = arguments.as_dims(dp_mesh_dims)
+    place = arguments.as_placement_fn(shard_placement_fn)
+    params = managed_params(modules, arguments.as_ignored(ignored_params))
+    axes = MeshAxes.of(arguments.as_mesh(mesh) or init_mesh(), dims)
+    placed = [_placed(each, place, axes) for each in params]
+    sizes = {each[2].shard_size: f"{each[0].fqn} is sharded over" for each in placed}
+    sizes[axes.shard_size] = "parameters are sharded over"
+    reshards, again_among = arguments.as_reshard(reshard_after_forward, sizes)
     settings = UnitSettings(reshard_after_forward=reshards)
     reduce_settings = ReduceSettings()
-    groups = _make_groups(placed, policy, reduce_settings, again_among, offload_policy)
+    groups = _make_groups(placed, policy, reduce_settings, again_among, offload)
     state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
     for each in modules:
         set_state(each, state)
@@ -189,36 +195,20 @@ def _modules(given: object) -> tuple[nn.Module, ...]:
     return modules
 
 
-def _check_ignored(given: set[nn.Parameter] | None) -> set[nn.Parameter]:
-    for param in given or ():
-        if not isinstance(param, torch.Tensor):
-            raise TypeError(
-                f"ignored_params holds parameters, got {type(param).__name__}: pass the tensors "
-                "themselves, such as {model.head.bias}."
-            )
-    return given or set()
-
-
 _Placed = tuple[ManagedParam, int, MeshAxes]
 
 
 def _placed(
     each: ManagedParam,
-    place: Callable[[nn.Parameter], Shard | ShardPlacement | None] | None,
+    place: Callable[[nn.Parameter], object] | None,
     axes: MeshAxes,
 ) -> _Placed:
     """The parameter with the dim to cut and the axes to cut it over."""
-    asked = None if place is None else place(each.param)
-    if isinstance(asked, ShardPlacement):
-        axes = MeshAxes.of(asked.mesh)
-        asked = asked.placement
+    returned = None if place is None else place(each.param)
+    asked, of_its_own = arguments.as_placement(returned, each.fqn)
+    axes = of_its_own or axes
     if asked is None:
         return each, 0, axes
-    if not isinstance(asked, Shard):
-        raise TypeError(
-            f"shard_placement_fn returned {asked!r} for {each.fqn}; expected Shard(dim), a "
-            "ShardPlacement, or None."
-        )
     dims = each.param.dim()
     if not -dims <= asked.dim < dims:
         raise ValueError(
@@ -228,44 +218,21 @@ def _placed(
     return each, asked.dim % dims, axes
 
 
-def _reshard_after_forward(
-    given: bool | int | None, axes: MeshAxes, placed: list[_Placed]
-) -> tuple[bool | None, int | None]:
-    """Whether to free after forward, and among how many ranks to gather again, if not all."""
-    if given is None or isinstance(given, bool):
-        return given, None
-    if not isinstance(given, int):
-        raise TypeError(
-            "reshard_after_forward must be True, False, None or a number of ranks, got "
-            f"{given!r} ({type(given).__name__})."
-        )
-    sizes = {axes.shard_size: "parameters are sharded over"}
-    sizes.update({each[2].shard_size: f"{each[0].fqn} is sharded over" for each in placed})
-    for size, what in sizes.items():
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        if given not in divisors:
-            raise ValueError(
-                f"reshard_after_forward={given} was given, but the {size} rank(s) that {what} "
-                f"cannot be taken {given} at a time. Expected a divisor of {size} "
-                f"({', '.join(map(str, divisors))}), True, False or None."
-            )
-    return (False, None) if given == 1 else (True, given)
-
-
 def _make_groups(
     placed: list[_Placed],
     policy: MixedPrecisionPolicy,
     settings: ReduceSettings,
     again_among: int | None,
-    offload: OffloadPolicy | None,
+    offload: OffloadPolicy,
 ) -> list[ParamGroup]:
     """One group for each dtype and mesh, in the order in which they occur."""
-    members: dict[tuple[torch.dtype, int], list[ShardedParam]] = {}
+    members: dict[tuple[object, ...], list[ShardedParam]] = {}
     for each, dim, axes in placed:
         host = _host_memory(axes, offload)
         home = axes.device.torch_device if host is None else host.home
         sharded = ShardedParam(each.param, each.slots, axes, each.fqn, dim, home=home)
-        members.setdefault((each.param.dtype, id(axes.mesh)), []).append(sharded)
+        key = (each.param.dtype, id(axes.mesh), axes.shard_group, axes.replicate_group)
+        members.setdefault(key, []).append(sharded)
         note_successor(each.param, sharded)
     groups = []
     for params in members.values():
@@ -281,7 +248,7 @@ def _make_groups(
     return groups
 
 
-def _host_memory(axes: MeshAxes, offload: OffloadPolicy | None) -> HostMemory | None:
+def _host_memory(axes: MeshAxes, offload: OffloadPolicy) -> HostMemory | None:
     """The host's memory for shards, if it is asked for and is not the device's own."""
     pin: bool | None = getattr(offload, "pin_memory", None)  # so torch's own policy serves, too
     if pin is None or axes.device.kind == "cpu":

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from trine.distributed._fsdp.custom_comm import AllGather, ReduceScatter
+from trine.distributed._fsdp.custom_comm import AllGather, ReduceScatter, check_custom
 from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.root import schedule_of
@@ -246,11 +246,13 @@ class FSDPModule:
         It gathers among all ranks that share a copy. With a number as `reshard_after_forward`
         the gather for backward among fewer stays the engine's own: it needs no buffers.
         """
+        check_custom(comm, "AllGather")
         for group in _state(self).groups:
             group.exchange_comm(gather=comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this module's gradients with `comm`; see `trine.distributed.fsdp.comm`."""
+        check_custom(comm, "ReduceScatter")
         for group in _state(self).groups:
             group.exchange_comm(reduce=comm)
 

@@ -23,6 +23,12 @@ class ShardPlacement:
     placement: Shard
     mesh: DeviceMesh
 
+    def __post_init__(self) -> None:
+        for name, kind in (("placement", Shard), ("mesh", DeviceMesh)):
+            given = getattr(self, name)
+            if not isinstance(given, kind):
+                raise TypeError(f"ShardPlacement.{name} must be a {kind.__name__}, got {given!r}.")
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
