@@ -450,20 +450,20 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("argument", "given", "told"),
     [
-        ("mesh", 3, r"must be a DeviceMesh or None, got 3 \(int\)\. For example mesh=init_mesh"),
-        ("reshard_after_forward", "yes", r"must be True, False, None or a number .* got 'yes'"),
-        ("reshard_after_forward", 2.0, r"a number of ranks, got 2\.0 \(float\)"),
-        ("shard_placement_fn", Shard(1), r"must be a function or None, got .*Shard\)"),
-        ("mp_policy", torch.bfloat16, r"must be a MixedPrecisionPolicy or None, got .*bfloat16"),
+        ("mesh", 3, r"a DeviceMesh or None, got 3 \(int\)\. For example mesh=init_mesh"),
+        ("reshard_after_forward", "yes", r"True, False, None or a number .* got 'yes'"),
+        ("reshard_after_forward", 2.0, r".* a number of ranks, got 2\.0 \(float\)"),
+        ("shard_placement_fn", Shard(1), r"a function or None, got .*Shard\)"),
+        ("mp_policy", torch.bfloat16, r"a MixedPrecisionPolicy or None, got .*bfloat16"),
         (
             "mp_policy",
             torch_fsdp.MixedPrecision(),
-            r"got .*\(torch.*MixedPrecision\)\. For example",
+            r".*\(torch.*MixedPrecision\)\. For example",
         ),
-        ("offload_policy", True, r"must be an OffloadPolicy.* got True \(bool\)\. For example"),
-        ("offload_policy", torch_fsdp.CPUOffload(), r"got .*CPUOffload\)"),
-        ("ignored_params", torch.ones(1), r"must be a set of parameters or None, got tensor"),
-        ("dp_mesh_dims", "fsdp", r"must be a DataParallelMeshDims or None, got 'fsdp' \(str\)"),
+        ("offload_policy", True, r"an OffloadPolicy.* got True \(bool\)\. For example"),
+        ("offload_policy", torch_fsdp.CPUOffload(), r".*CPUOffload\)"),
+        ("ignored_params", torch.ones(1), r"a set of parameters or None, got tensor"),
+        ("dp_mesh_dims", "fsdp", r"a DataParallelMeshDims or None, got 'fsdp' \(str\)"),
     ],
 )
 def test_an_argument_of_another_type_is_refused_with_what_would_do(
@@ -472,7 +472,7 @@ def test_an_argument_of_another_type_is_refused_with_what_would_do(
     arguments: dict[str, Any] = {argument: given}
     model = nn.Linear(2, 2)
 
-    with pytest.raises(TypeError, match=rf"^{argument} {told}"):
+    with pytest.raises(TypeError, match=rf"^{argument} must be {told}"):
         fully_shard(model, **arguments)
 
     assert type(model) is nn.Linear
@@ -498,7 +498,7 @@ def test_what_a_sharded_module_cannot_use_is_refused_by_its_methods() -> None:
     assert isinstance(model, FSDPModule)
 
     with pytest.raises(TypeError, match=r"takes True or False, got 2\. .* to fully_shard"):
-        model.set_reshard_after_forward(2)
+        model.set_reshard_after_forward(2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"class made from AllGather .* got .*all_gather"):
         model.set_custom_all_gather(dist.all_gather)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"class made from ReduceScatter .* got <class"):
@@ -524,9 +524,7 @@ def train_with_torchs_objects() -> None:
         copy.deepcopy(reference),
         mesh=mesh,
         dp_mesh_dims=torch_fsdp.DataParallelMeshDims(shard="shards", replicate="copies"),
-        mp_policy=torch_fsdp.MixedPrecisionPolicy(
-            param_dtype=torch.float64, output_dtype=torch.float32
-        ),
+        mp_policy=torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.float64),
         offload_policy=torch_fsdp.CPUOffloadPolicy(pin_memory=False),
         shard_placement_fn=place,
     )
@@ -541,7 +539,7 @@ def train_with_torchs_objects() -> None:
         model.zero_grad()
         reference.zero_grad()
         out = model(own_batch(step))
-        assert out.dtype is torch.float32
+        assert out.dtype is torch.float64
         backward(out.square().mean())
         backward_over_all_ranks(reference, step)
         assert_same_gradients(model, reference)
@@ -568,11 +566,13 @@ def test_every_field_of_torchs_objects_is_taken() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_torchs_mesh_of_axes_without_names_must_name_them_unless_the_last_is_sharded() -> None:
     mesh = init_device_mesh("cpu", (1, 1))
-    usual = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    other = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
+    last = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    first = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
 
-    fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: ShardPlacementResult(None, usual))
-    with pytest.raises(
-        ValueError, match="2 axes without names for weight, to be sharded over axis 0"
-    ):
-        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda _: ShardPlacementResult(None, other))
+    def shard_over(info: FSDPMeshInfo) -> None:
+        options: Any = {"shard_placement_fn": lambda param: ShardPlacementResult(None, info)}
+        fully_shard(nn.Linear(2, 2), **options)
+
+    shard_over(last)
+    with pytest.raises(ValueError, match=r"without names for weight, to be sharded over axis 0 "):
+        shard_over(first)

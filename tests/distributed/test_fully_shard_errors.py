@@ -81,9 +81,7 @@ def test_a_refused_call_leaves_the_module_as_it_was() -> None:
 
     with pytest.raises(ValueError, match=r"Shard\(dim=2\) for 0\.weight, which has 2 dims"):
         fully_shard(model, shard_placement_fn=lambda param: Shard(2))
-    with pytest.raises(
-        TypeError, match=r"returned 'rows' \(str\) for 0\.weight; expected Shard\(dim\)"
-    ):
+    with pytest.raises(TypeError, match=r"returned 'rows' \(str\) for 0\.weight; expected"):
         fully_shard(model, shard_placement_fn=lambda param: "rows")  # type: ignore[arg-type, return-value]
 
     assert {name: id(param) for name, param in model.named_parameters()} == before
