@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not re-export it
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from trine.distributed.fsdp import (
     DataParallelMeshDims,
@@ -88,15 +88,6 @@ def test_a_refused_call_leaves_the_module_as_it_was() -> None:
     assert type(model) is nn.Sequential
     fully_shard(model)
     assert model(torch.ones(1, 2)).shape == (1, 2)
-
-
-def test_parameters_that_are_distributed_already_are_refused_by_name() -> None:
-    model = nn.Linear(2, 2)
-    mesh = init_device_mesh("cpu", (1,))
-    model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Replicate()]))
-
-    with pytest.raises(NotImplementedError, match="weight is a DTensor"):
-        fully_shard(model)
 
 
 def test_a_mesh_of_three_axes_needs_names_for_its_parts() -> None:
