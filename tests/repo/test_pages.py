@@ -56,3 +56,14 @@ def test_nothing_on_a_page_needs_sphinx_to_be_understood(page: str) -> None:
 
 def test_there_are_pages_to_look_at() -> None:
     assert {"README.md", "docs/tutorials/shard-your-first-model.md"} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "layers.svg"])
+def test_the_architecture_names_every_module_of_the_engine(page: str) -> None:
+    engine = ROOT / "packages/distributed/src/trine/distributed/_fsdp"
+    modules = {path.stem for path in engine.glob("*.py")} - {"__init__"}
+    text = (ROOT / "docs/explanation" / page).read_text(encoding="utf-8")
+
+    named = set(re.findall(r"`(\w+)`" if page.endswith(".md") else r">(\w+)<", text))
+
+    assert modules - named == set()
