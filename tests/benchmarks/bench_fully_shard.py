@@ -1,17 +1,24 @@
-"""What a sharded step costs next to torch's own FSDP2, FSDP1 and DDP, in the same processes.
+"""What a sharded step costs next to torch's own FSDP2, in the same processes, against limits.
 
-    python tests/benchmarks/bench_fully_shard.py [--ranks 2] [--layers 8] [--width 512] ...
+    python tests/benchmarks/bench_fully_shard.py [--cases small ...] [--rounds 8] [--also DDP ...]
 
 The contestants take turns step by step in one job, so that a busy machine slows all of
-them. CPU time counts all threads of a rank; it is the figure to trust where cores are
-shared. Bytes are what the loopback interface carried, divided by the ranks.
+them. CPU time counts all threads of all ranks; it is the figure to trust where cores are
+shared. Bytes are what the ranks wrote to their sockets, by the kernel's count. Peak memory
+is what torch's allocator had given out at most at once, with parameters, gradients,
+optimizer state and activations, in a step of its own.
+
+Exits with 1 if a limit is broken: bytes and memory are the same in every run; CPU time must
+be over its limit in three rounds of four.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -21,14 +28,74 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
-from trine.distributed.fsdp import fully_shard
+from trine.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from trine.distributed.testing import run_on_ranks
+
+CPU_LIMIT = 1.00  # of torch FSDP2
+BYTES_LIMIT = 1.01  # of the minimum
+PEAK_LIMIT = 1.00  # of torch FSDP2
+REFERENCE, OURS = "torch FSDP2", "trine"
+VOCABULARY, LENGTH, BATCH = 2048, 128, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decoder of so many blocks on so many ranks.
+
+    Attributes:
+        copies: how many copies of the model the ranks hold between them.
+        mixed: gather in bf16 and reduce in fp32; else both in fp32.
+    """
+
+    ranks: int
+    layers: int
+    width: int
+    copies: int = 1
+    mixed: bool = False
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks, as copies of shards if there are several."""
+        if self.copies == 1:
+            return init_device_mesh("cpu", (self.ranks,))
+        return init_device_mesh(
+            "cpu", (self.copies, self.ranks // self.copies), mesh_dim_names=("copy", "shard")
+        )
+
+    def least_bytes(self, blocks: int, rest: int) -> float:
+        """Bytes each rank must send in a step, on average.
+
+        Blocks are gathered for forward and for backward, the rest once; all is reduced to
+        one rank each, then all-reduced over the copies.
+
+        Args:
+            blocks: elements of parameters in blocks.
+            rest: elements of the others.
+        """
+        gathered, reduced = 2 if self.mixed else 4, 4
+        shards = self.ranks // self.copies
+        sent = (shards - 1) / shards * ((2 * gathered + reduced) * blocks)
+        sent += (shards - 1) / shards * ((gathered + reduced) * rest)
+        copied = 2 * (self.copies - 1) / self.copies * reduced * (blocks + rest) / shards
+        return sent + copied
+
+
+CASES = {
+    "tiny": Case(ranks=2, layers=4, width=64),
+    "tiny-4": Case(ranks=4, layers=4, width=64),
+    "small": Case(ranks=2, layers=8, width=512),
+    "small-4": Case(ranks=4, layers=8, width=512),
+    "small-hsdp": Case(ranks=4, layers=8, width=512, copies=2),
+    "small-bf16": Case(ranks=2, layers=8, width=512, mixed=True),
+    "wide": Case(ranks=2, layers=4, width=1024),
+}
 
 
 class Block(nn.Module):
@@ -56,11 +123,11 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, head."""
 
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+    def __init__(self, layers: int, width: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -70,18 +137,25 @@ class Decoder(nn.Module):
         return logits
 
 
-def _functional(shard: Callable[..., object]) -> Callable[[Decoder], nn.Module]:
-    def wrap(model: Decoder) -> nn.Module:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _functional(
+    shard: Callable[..., object], policy: Callable[..., object]
+) -> Callable[[Decoder, Case], nn.Module]:
+    def wrap(model: Decoder, case: Case) -> nn.Module:
+        mesh = case.mesh()
+        options = (
+            {"mp_policy": policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+            if case.mixed
+            else {}
+        )
         for block in model.blocks:
-            shard(block, mesh=mesh)
-        shard(model, mesh=mesh)
+            shard(block, mesh=mesh, **options)
+        shard(model, mesh=mesh, **options)
         return model
 
     return wrap
 
 
-def _fsdp1(model: Decoder) -> nn.Module:
+def _fsdp1(model: Decoder, case: Case) -> nn.Module:
     return TorchFSDP1(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -90,11 +164,11 @@ def _fsdp1(model: Decoder) -> nn.Module:
     )
 
 
-CONTESTANTS: dict[str, Callable[[Decoder], nn.Module]] = {
-    "torch FSDP2": _functional(torch_fully_shard),
-    "trine": _functional(fully_shard),
+CONTESTANTS: dict[str, Callable[[Decoder, Case], nn.Module]] = {
+    REFERENCE: _functional(torch_fully_shard, TorchMixedPrecisionPolicy),
+    OURS: _functional(fully_shard, MixedPrecisionPolicy),
     "torch FSDP1": _fsdp1,
-    "DDP": DistributedDataParallel,
+    "DDP": lambda model, case: DistributedDataParallel(model),
 }
 
 
@@ -102,106 +176,172 @@ CONTESTANTS: dict[str, Callable[[Decoder], nn.Module]] = {
 class Row:
     """Figures of one contestant on one rank."""
 
+    peak_bytes: int = 0
     cpu_s: list[float] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
-def _loopback_bytes() -> int:
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == "lo":
-            return int(numbers.split()[8])
-    return 0
+class Training:
+    """One contestant's model and optimizer."""
+
+    def __init__(self, name: str, original: Decoder, case: Case) -> None:
+        self.model = CONTESTANTS[name](copy.deepcopy(original), case)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def step(self, tokens: Tensor) -> float:
+        """One whole step; returns its loss."""
+        logits = self.model(tokens).float()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(-1, 1).flatten())
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
 
 
-def measure(
-    names: list[str], layers: int, width: int, vocabulary: int, length: int, batch: int, steps: int
-) -> dict[str, Row]:
-    """Runs on every rank: the contestants take turns for `steps` steps after two to warm up."""
+def _batch(step: int) -> Tensor:
+    seed = step * dist.get_world_size() + dist.get_rank() + 1000
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def _sent_bytes() -> int:
+    """What this process has written so far, of which nearly all goes to gloo's sockets."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except FileNotFoundError:
+        return 0  # not on Linux
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+def peak_bytes(name: str, original: Decoder, case: Case) -> int:
+    """The most memory that tensors take at once in a third step, all that lives on included."""
+    mark = 12_345_677  # of this odd size there is one block, between the second step and the third
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        training = Training(name, original, case)
+        for step in range(3):
+            tokens = _batch(step)
+            if step == 2:
+                gc.collect()
+                torch.empty(mark, dtype=torch.uint8)
+            training.step(tokens)
+    results = recorded.profiler.kineto_results
+    changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    taken, peak, counting = 0, 0, False
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        taken += nbytes
+        if nbytes == -mark:
+            counting = True
+        if counting:
+            peak = max(peak, taken)
+    return peak
+
+
+def measure(names: list[str], case: Case, rounds: int) -> dict[str, Row]:
+    """Runs on every rank: the contestants take turns for `rounds` after two to warm up."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    original = Decoder(layers, width, vocabulary)
-    models = {name: CONTESTANTS[name](copy.deepcopy(original)) for name in names}
-    optimizers = {
-        name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()
-    }
-    rows = {name: Row() for name in names}
-    for step in range(-2, steps):
-        seed = step * dist.get_world_size() + dist.get_rank() + 1000
-        tokens = torch.randint(
-            vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed)
-        )
-        for name, model in models.items():
+    original = Decoder(case.layers, case.width)
+    rows = {name: Row(peak_bytes(name, original, case)) for name in names}
+    trainings = {name: Training(name, original, case) for name in names}
+    for step in range(-2, rounds):
+        tokens = _batch(step)
+        # Whoever comes second finds the caches as the first has left them.
+        for name in names if step % 2 else reversed(names):
             dist.barrier()
-            sent, wall, cpu = _loopback_bytes(), time.perf_counter(), time.process_time()
-            loss = nn.functional.cross_entropy(
-                model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten()
-            )
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-            optimizers[name].step()
-            optimizers[name].zero_grad()
+            sent, wall, cpu = _sent_bytes(), time.perf_counter(), time.process_time()
+            loss = trainings[name].step(tokens)
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            dist.barrier()
-            sent = (_loopback_bytes() - sent) // dist.get_world_size()
+            sent = _sent_bytes() - sent
             if step >= 0:
                 row = rows[name]
                 row.cpu_s.append(cpu)
                 row.wall_s.append(wall)
                 row.sent.append(sent)
-                row.losses.append(loss.item())
+                row.losses.append(loss)
     return rows
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    for name, default in (
-        ("ranks", 2),
-        ("layers", 8),
-        ("width", 512),
-        ("vocabulary", 2048),
-        ("length", 128),
-        ("batch", 2),
-        ("steps", 8),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--only", nargs="*", default=list(CONTESTANTS), choices=list(CONTESTANTS))
-    options = parser.parse_args()
-    by_rank = run_on_ranks(
-        measure,
-        options.ranks,
-        options.only,
-        options.layers,
-        options.width,
-        options.vocabulary,
-        options.length,
-        options.batch,
-        options.steps,
-        timeout_s=1800,
-    )
-    rows = by_rank[0]
-    base = rows[options.only[0]]
-    print(
-        f"{options.layers} blocks of width {options.width}, {options.ranks} gloo ranks, "
-        f"{options.steps} steps; medians of rank 0, ratios to {options.only[0]}"
-    )
-    heads = ("CPU ms", "ratio", "wall ms", "ratio", "MB sent", "ratio")
-    print(" " * 12 + "".join(f" {head:>{8 - 2 * (i % 2)}}" for i, head in enumerate(heads)))
-    for name, row in rows.items():
-        print(
-            f"{name:12}"
-            f" {statistics.median(row.cpu_s) * 1e3:8.1f} {_ratio(row.cpu_s, base.cpu_s):6.2f}"
-            f" {statistics.median(row.wall_s) * 1e3:8.1f} {_ratio(row.wall_s, base.wall_s):6.2f}"
-            f" {statistics.median(row.sent) / 1e6:8.1f} {_ratio(row.sent, base.sent):6.2f}"
+@dataclass
+class Figures:
+    """What all ranks took together, round by round."""
+
+    cpu_s: list[float]
+    wall_s: list[float]
+    sent: float
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> Figures:
+        """Those of one contestant; `rows` has one for each rank."""
+        return cls(
+            [sum(times) for times in zip(*(row.cpu_s for row in rows), strict=True)],
+            [max(times) for times in zip(*(row.wall_s for row in rows), strict=True)],
+            statistics.median(map(sum, zip(*(row.sent for row in rows), strict=True))) / len(rows),
+            max(row.peak_bytes for row in rows),
         )
-        for ours, theirs in zip(row.losses, base.losses, strict=True):
-            assert abs(ours - theirs) < 1e-4, f"{name} trains differently: {ours} and {theirs}"
 
 
-def _ratio(figures: list[float] | list[int], base: list[float] | list[int]) -> float:
-    return statistics.median(a / b for a, b in zip(figures, base, strict=True) if b)
+def report(name: str, case: Case, by_rank: list[dict[str, Row]]) -> list[str]:
+    """Print one line for each contestant; return the limits that ours has broken."""
+    with torch.device("meta"):
+        model = Decoder(case.layers, case.width)
+    blocks = sum(param.numel() for param in model.blocks.parameters())
+    least = case.least_bytes(blocks, sum(param.numel() for param in model.parameters()) - blocks)
+    figures = {who: Figures.of([rows[who] for rows in by_rank]) for who in by_rank[0]}
+    base = figures[REFERENCE]
+    broken: list[str] = []
+    for who, each in figures.items():
+        cpu, wall = _ratios(each.cpu_s, base.cpu_s), _ratios(each.wall_s, base.wall_s)
+        sent, peak = each.sent / least, each.peak_bytes / base.peak_bytes
+        print(
+            f"{name:12}{who:12}"
+            f" {statistics.median(each.cpu_s) * 1e3:9.1f} {statistics.median(cpu):6.3f}"
+            f" {statistics.median(each.wall_s) * 1e3:9.1f} {statistics.median(wall):6.3f}"
+            f" {each.sent / 1e6:9.2f} {sent:6.3f}"
+            f" {each.peak_bytes / 2**20:9.1f} {peak:6.3f}",
+            flush=True,
+        )
+        if who != OURS:
+            continue
+        if sorted(cpu)[len(cpu) // 4] > CPU_LIMIT:
+            broken.append(f"{name}: CPU time {statistics.median(cpu):.3f}, limit {CPU_LIMIT}")
+        if sent > BYTES_LIMIT:
+            broken.append(f"{name}: bytes {sent:.3f} of the minimum, limit {BYTES_LIMIT}")
+        if peak > PEAK_LIMIT:
+            broken.append(f"{name}: peak memory {peak:.3f}, limit {PEAK_LIMIT}")
+    for rows in by_rank:
+        for who, row in rows.items():
+            for ours, theirs in zip(row.losses, rows[REFERENCE].losses, strict=True):
+                # bf16 has 8 bits.
+                allowed = 2**-8 * theirs if case.mixed else 1e-4
+                assert abs(ours - theirs) < allowed, f"{who} trains differently: {ours}, {theirs}"
+    return broken
+
+
+def _ratios(figures: list[float], base: list[float]) -> list[float]:
+    return [a / b for a, b in zip(figures, base, strict=True)]
+
+
+def main() -> None:
+    """Measure, print, and judge."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--rounds", type=int, default=8)
+    others = [name for name in CONTESTANTS if name not in (REFERENCE, OURS)]
+    parser.add_argument("--also", nargs="*", default=[], choices=others)
+    options = parser.parse_args()
+    print("A step: medians over rounds; CPU of all ranks, bytes sent and peak of one.")
+    heads = ("CPU ms", "ratio", "wall ms", "ratio", "MB sent", "/least", "peak MiB", "ratio")
+    print(" " * 24 + "".join(f" {head:>{9 - 3 * (i % 2)}}" for i, head in enumerate(heads)))
+    broken: list[str] = []
+    for name in options.cases:
+        case = CASES[name]
+        names = [REFERENCE, OURS, *options.also]
+        by_rank = run_on_ranks(measure, case.ranks, names, case, options.rounds, timeout_s=1800)
+        broken += report(name, case, by_rank)
+    print("\n".join(f"OVER THE LIMIT {line}" for line in broken) or "all within the limits")
+    sys.exit(bool(broken))
 
 
 if __name__ == "__main__":

@@ -988,6 +988,61 @@ def test_forward_sees_what_was_written_by_hand_while_parameters_were_whole(
     run_on_ranks(write_by_hand, 2, how)
 
 
+def write_between_passes() -> None:
+    net, reference = net_and_reference()
+    model = sharded(net)
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+    sharded_params = list(net.parameters())
+    loss = loss_of(model, own(batches()))
+    with torch.no_grad():
+        for ours, theirs in zip(sharded_params, reference.parameters(), strict=True):
+            ours.mul_(1.5)
+            theirs.mul_(1.5)
+
+    backward(loss)  # leaves everything whole
+
+    with torch.no_grad():
+        out, expected = model(own(batches())), reference(own(batches()))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_forward_sees_what_was_written_by_hand_between_forward_and_backward(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(write_between_passes, 2)
+
+
+def exchange_between_passes() -> None:
+    net, reference = net_and_reference()
+    model = sharded(net)
+    block, reference_block = model.blocks[0], reference.blocks[0]
+    other = {name: value * 1.5 for name, value in block.state_dict().items()}
+    loss = loss_of(model, own(batches()))
+    block.load_state_dict(other, assign=True)
+    backward(loss)
+    mean_backward(reference, batches())
+
+    with torch.no_grad():
+        for param in reference_block.parameters():
+            param.mul_(1.5)
+        out, expected = model(own(batches())), reference(own(batches()))
+
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if not name.startswith("blocks.0."):
+            assert isinstance(ours.grad, DTensor), name
+            torch.testing.assert_close(
+                ours.grad.full_tensor(), theirs.grad, rtol=1e-4, atol=1e-5, msg=name
+            )
+
+
+def test_backward_computes_with_what_forward_did_and_the_next_forward_with_what_was_exchanged(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(exchange_between_passes, 2)
+
+
 def fail_then_use_another_graph() -> None:
     net, reference = net_and_reference()
     breaks = Breaks()

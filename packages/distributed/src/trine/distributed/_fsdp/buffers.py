@@ -11,11 +11,21 @@ Note [Buffers outlive the call that made them]
 from __future__ import annotations
 
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 __all__ = ["BufferPool"]
+
+
+class _Idle(NamedTuple):
+    buffer: Tensor
+    shape: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
 
 
 class BufferPool:
@@ -33,28 +43,28 @@ class BufferPool:
     def __init__(self, keep_nbytes: int | None = None) -> None:
         self._keep_nbytes = keep_nbytes
         self._largest_nbytes = 0
-        self._idle: list[Tensor] = []
+        self._idle: list[_Idle] = []
         self._idle_nbytes = 0
 
     def acquire(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous tensor of undefined content, the caller's until `release`."""
         numel = prod(shape)
         for position in range(len(self._idle) - 1, -1, -1):
-            flat = self._idle[position]
-            if flat.numel() == numel and flat.dtype is dtype and flat.device == device:
+            idle = self._idle[position]
+            if idle.numel == numel and idle.dtype is dtype and idle.device == device:
                 del self._idle[position]
-                self._idle_nbytes -= flat.nbytes
-                return flat.view(shape)
+                self._idle_nbytes -= idle.nbytes
+                return idle.buffer if idle.shape == shape else idle.buffer.view(shape)
         # Not an inference tensor, even if the first forward is one: it outlives it.
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=device)
 
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back. The caller must not use it, nor a view of it, afterwards."""
-        flat = buffer.view(-1)
-        self._largest_nbytes = max(self._largest_nbytes, flat.nbytes)
+        shape, numel, nbytes = buffer.shape, buffer.numel(), buffer.nbytes
+        self._largest_nbytes = max(self._largest_nbytes, nbytes)
         keep = 2 * self._largest_nbytes if self._keep_nbytes is None else self._keep_nbytes
-        self._idle.append(flat)
-        self._idle_nbytes += flat.nbytes
+        self._idle.append(_Idle(buffer, shape, numel, buffer.dtype, buffer.device, nbytes))
+        self._idle_nbytes += nbytes
         while self._idle_nbytes > keep:
             self._idle_nbytes -= self._idle.pop(0).nbytes

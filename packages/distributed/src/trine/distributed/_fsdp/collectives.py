@@ -258,7 +258,8 @@ class _LocalSum(PendingReduce):
             torch.add(rows[0], rows[1], out=out)
             for row in rows[2:]:
                 out.add_(row)
-            out.mul_(scale)
+            if scale != 1.0:
+                out.mul_(scale)
         else:
             out.copy_(rows.sum(0, dtype=exact).mul_(scale))
         self._pool.release(rows)
@@ -307,9 +308,13 @@ class SummedElsewhere(PendingReduce):
 
     def sum_into(self, out: Tensor, scale: float) -> None:
         self.wait()
-        out.copy_(self._result)
-        if self._times * scale != 1.0:
-            out.mul_(self._times * scale)
+        scale *= self._times
+        if scale == 1.0:
+            out.copy_(self._result)
+        elif out.dtype is self._result.dtype:
+            torch.mul(self._result, scale, out=out)
+        else:
+            out.copy_(self._result).mul_(scale)
         if self._pool is not None:
             self._pool.release(self._sent)
             self._pool.release(self._result)

@@ -20,6 +20,7 @@ from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.torch_internals import (
     apply_grad_hooks,
     call_post_accumulate_hooks,
+    hooked,
     local_tensor,
     storage_users,
 )
@@ -55,6 +56,7 @@ class ShardedGrads:
             for offset, param in zip(layout.offsets, params, strict=True)
         ]
         self._locals = [local_tensor(tensor) for tensor in self.tensors]
+        self._storages = [local.untyped_storage() for local in self._locals]
         self._owners = self._count_owners()
 
     @property
@@ -67,24 +69,27 @@ class ShardedGrads:
 
         To be asked while no parameter holds one of its tensors as gradient.
         """
-        return None not in self._owners and self._count_owners() == self._owners
+        return self._owners is not None and self._count_owners() == self._owners
 
-    def _count_owners(self) -> list[int | None]:
-        """Who holds the gradients: as DTensors, as the plain tensors inside, or as views."""
-        owners: list[int | None] = [sys.getrefcount(tensor) for tensor in self.tensors]
-        owners += [sys.getrefcount(local) for local in self._locals]
-        owners += [storage_users(local) for local in self._locals]
+    def _count_owners(self) -> list[int] | None:
+        """Who holds the gradients: as views, as DTensors, or as the plain tensors inside."""
+        owners = storage_users(self._storages)
+        if owners is not None:
+            owners += map(sys.getrefcount, self.tensors)
+            owners += map(sys.getrefcount, self._locals)
         return owners
 
     def hand_out(self, params: Sequence[ShardedParam], used: Sequence[bool]) -> None:
         """Give each used parameter its gradient; add where one is there already."""
+        any_hooks = hooked([param.sharded for param in params])
         for param, tensor, is_used in zip(params, self.tensors, used, strict=True):
             if not is_used:
                 continue
-            grad = apply_grad_hooks(param.sharded, tensor)
-            present = param.sharded.grad
+            sharded = param.sharded
+            grad = apply_grad_hooks(sharded, tensor) if any_hooks else tensor
+            present = sharded.grad
             if present is None:
-                param.sharded.grad = grad
+                sharded.grad = grad
             elif isinstance(present, DTensor) and isinstance(grad, DTensor):
                 with torch.no_grad():
                     local_tensor(present).add_(local_tensor(grad))
@@ -94,4 +99,5 @@ class ShardedGrads:
                     "expected a DTensor like the parameter, to which this backward can be added. "
                     "Set it to None, or to DTensor.from_local(...) on the parameter's mesh."
                 )
-            call_post_accumulate_hooks(param.sharded)
+            if any_hooks:
+                call_post_accumulate_hooks(sharded)

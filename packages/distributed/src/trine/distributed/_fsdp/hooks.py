@@ -38,6 +38,8 @@ from trine.distributed._fsdp.torch_internals import (
 
 __all__ = ["as_forward", "install"]
 
+_HOLDS_NO_TENSOR = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -99,7 +101,7 @@ def _pre_forward(
     if schedule.in_backward and backward_running() == -1:
         schedule.reset()  # the last backward raised and never ended
     part = state.modules.index(module)
-    with outside_transforms():
+    with outside_transforms(), torch.no_grad():
         if part == 0 and root.is_root(state):
             schedule.begin_forward()
         begins = [schedule.pre_forward(group, part) for group in state.groups]
@@ -181,34 +183,40 @@ def _watch_inputs(
 ) -> tuple[Args, Kwargs]:
     """Inputs that need a gradient as aliases; `when_known` is called once all theirs are."""
     aliases: list[Tensor] = []
-    watched: Args = _aliased(args, aliases)
-    watched_kwargs = {name: _aliased(value, aliases) for name, value in kwargs.items()}
+    others: list[Any] = []
+    watched: Args = tuple([_aliased(value, aliases, others) for value in args])
+    watched_kwargs = {name: _aliased(value, aliases, others) for name, value in kwargs.items()}
     # The module may write into lists, dictionaries and objects of its caller's, so they are
     # passed on as they are. Their gradients cannot be waited for: the end of backward will do.
-    if any(
-        t.requires_grad for t in tensors_of((watched, watched_kwargs)) if not _among(t, aliases)
-    ):
+    if others and any(tensor.requires_grad for tensor in tensors_of(others)):
         return args, kwargs
-    args, kwargs = watched, watched_kwargs
     if len(aliases) == 1:
-        _on_grad(aliases[0], when_known)
+        node = aliases[0].grad_fn
+        assert node is not None
+        node.register_prehook(when_known)
     elif aliases:
         register_multi_grad_hook(aliases, when_known)
-    return args, kwargs
+    return watched, watched_kwargs
 
 
-def _aliased(value: Any, aliases: list[Tensor]) -> Any:
-    """`value` with aliases of the tensors that need gradients; they are added to `aliases`."""
-    if isinstance(value, Tensor) and value.requires_grad:
+def _aliased(value: Any, aliases: list[Tensor], others: list[Any]) -> Any:
+    """`value` with aliases of the tensors that need gradients.
+
+    Args:
+        value: of any kind.
+        aliases: the aliases are added to it.
+        others: what may hold tensors and was not looked into is added to it.
+    """
+    if isinstance(value, Tensor):
+        if not value.requires_grad:
+            return value
         aliases.append(value.view_as(value))
         return aliases[-1]
     if type(value) is tuple:
-        return tuple(_aliased(item, aliases) for item in value)
+        return tuple([_aliased(item, aliases, others) for item in value])
+    if not isinstance(value, _HOLDS_NO_TENSOR):
+        others.append(value)
     return value
-
-
-def _among(tensor: Tensor, others: list[Tensor]) -> bool:
-    return any(tensor is other for other in others)
 
 
 def _on_grad(tensor: Tensor, function: Callable[[Tensor], None]) -> Any:

@@ -34,6 +34,7 @@ from trine.distributed._fsdp.torch_internals import (
     dtensor_over,
     local_tensor,
     module_parameters,
+    put_parameters,
     set_local_tensor,
     stands_in,
 )
@@ -42,7 +43,7 @@ from trine.distributed.mesh import MeshAxes
 __all__ = ["ShardedParam", "Slot", "rows_in"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Slot:
     """A place in which a module keeps a parameter."""
 
@@ -279,26 +280,27 @@ class ShardedParam:
             self.local.copy_(local_tensor(self._dtensor))
 
     def show_sharded(self) -> None:
-        """Put the sharded face into the slots.
+        """Put the sharded face into the slots."""
+        put_parameters(self.places(self.sharded))
 
-        If the user has frozen or unfrozen the whole one while it was shown, it follows.
-        """
-        sharded, unsharded = self.sharded, self.unsharded
+    def places(self, face: nn.Parameter) -> list[tuple[nn.Module, str, nn.Parameter | None]]:
+        """What to put where, so that modules have `face`."""
+        return [(slot.module, slot.name, face) for slot in self.slots]
+
+    def follow_unsharded(self) -> None:
+        """Have the sharded face frozen or unfrozen as the user did the whole one, if so."""
+        unsharded = self.unsharded
         if unsharded is not None and unsharded.requires_grad is not self._shown_trainable:
             self._shown_trainable = unsharded.requires_grad
-            sharded.requires_grad_(self._shown_trainable)
-        for slot in self.slots:
-            module_parameters(slot.module)[slot.name] = sharded
+            self.sharded.requires_grad_(self._shown_trainable)
 
-    def show_unsharded(self) -> None:
-        """Put the whole face into the slots; it follows the sharded one's `requires_grad`."""
+    def follow_sharded(self) -> None:
+        """Have the whole face frozen or unfrozen as the user did the sharded one, if so."""
         unsharded, requires_grad = self.unsharded, self.sharded.requires_grad
         assert unsharded is not None
         if unsharded.requires_grad is not requires_grad:
             unsharded.requires_grad_(requires_grad)
         self._shown_trainable = requires_grad
-        for slot in self.slots:
-            module_parameters(slot.module)[slot.name] = unsharded
 
     def watched(self) -> tuple[Tensor, Tensor]:
         """The tensors by which a user can write to the parameter in place."""

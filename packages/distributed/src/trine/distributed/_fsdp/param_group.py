@@ -25,12 +25,13 @@ from trine.distributed._fsdp.collectives import Comm, Pending
 from trine.distributed._fsdp.custom_comm import AllGather, CustomComm, ReduceScatter
 from trine.distributed._fsdp.labels import transfers_for
 from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.modes import without_grad
 from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
 from trine.distributed._fsdp.subgroup import SubgroupGather
-from trine.distributed._fsdp.torch_internals import versions_of
+from trine.distributed._fsdp.torch_internals import backward_running, put_parameters, versions_of
 from trine.distributed._fsdp.transfers import Transfer
 from trine.distributed.mesh import MeshAxes
 
@@ -50,6 +51,7 @@ class _Gather:
     transfer: Transfer
     pending: Pending
     out: Tensor | None  # None: it arrives in place
+    recalled: bool  # for backward, after a forward
 
 
 class _OptimizerSteps:
@@ -166,6 +168,13 @@ class ParamGroup:
                 else:
                     self._padded.append(padded)
         self._flat = flat
+        self._sharded_places = [at for param in self.params for at in param.places(param.sharded)]
+        self._unsharded_places = [
+            at
+            for param in self.params
+            if param.unsharded is not None
+            for at in param.places(param.unsharded)
+        ]
         self._watched = [tensor for param in self.params for tensor in param.watched()]
         self._whole_flat = whole
         self._whole = whole.untyped_storage()
@@ -174,9 +183,9 @@ class ParamGroup:
         self._drop_piece()
         self._reducer.forget_buffers()
 
-    def _buffer(self) -> Tensor:
-        """The flat shard buffer, rebuilt if a parameter was exchanged, cast or moved."""
-        if self._flat is None or any(param.moved for param in self.params):
+    def _refresh(self, moved: bool) -> None:
+        """Have all shards in the flat buffer, made anew if one was exchanged, cast or moved."""
+        if moved:
             for param in self.params:
                 param.refresh()
             refuse_meta(self.meta_names(), self.home)
@@ -184,8 +193,6 @@ class ParamGroup:
             self._allocate()
         for param in self.params:
             param.fill()
-        assert self._flat is not None
-        return self._flat
 
     @property
     def gathers_again_among(self) -> int | None:
@@ -258,21 +265,33 @@ class ParamGroup:
 
     # --- gathering --------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def unshard(self) -> None:
         """Start to gather the parameters."""
         if self._holds is not _Storage.EMPTY:
             if self._holds is _Storage.FILLING or self._gathered_at == self._now():
                 return
             self.reshard()
-        flat = self._buffer()
+        moved = self._flat is None or any(param.moved for param in self.params)
+        # Backward computes with what forward did, so the stamp of forward's gather stays. What
+        # was exchanged in between waits in its slot for the next forward.
+        recalled = self._flat is not None and backward_running() != -1
+        if not recalled:
+            self._refresh(moved)
+        elif moved:
+            slots = [slot for param in self.params for slot in param.slots]
+            self._sharded_places = [(slot.module, slot.name, slot.get()) for slot in slots]
+        flat = self._flat
+        assert flat is not None
         start_ns = time.perf_counter_ns() if tracing.enabled else 0
         if self._again is not None and self._again.holds_piece:
             if self._gathered_at == self._now():
-                self._gather = self._gather_again(self._again, start_ns)
+                self._gather = self._gather_again(self._again, start_ns, recalled)
                 self._holds = _Storage.FILLING
                 return
             self._again.drop()
+        if not recalled:
+            self._gathered_at = self._now()
         out = self.comm.gather_buffer(
             (self.comm.world_size, flat.numel()), self._gather_dtype, self.params[0].device
         )
@@ -294,19 +313,19 @@ class ParamGroup:
             pending = gather()
         sent = out[0].nbytes * (self.comm.world_size - 1)
         self._gather = _Gather(
-            Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out
+            Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out, recalled
         )
-        self._gathered_at = self._now()
         self._holds = _Storage.FILLING
 
-    def _gather_again(self, again: SubgroupGather, start_ns: int) -> _Gather:
+    def _gather_again(self, again: SubgroupGather, start_ns: int, recalled: bool) -> _Gather:
         whole = self._whole_flat
         self._whole.resize_(self._whole_nbytes)
         pending = self._transfers.start(
             "all_gather", whole, lambda: again.fill(whole), again.comm.group
         )
         sent = again.nbytes(whole)
-        return _Gather(Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, None)
+        transfer = Transfer("all_gather", self._gather_dtype, sent, start_ns)
+        return _Gather(transfer, pending, None, recalled)
 
     def _now(self) -> tuple[int, int]:
         """Changes when the shards do: by an optimizer, or by hand and in place.
@@ -316,7 +335,7 @@ class ParamGroup:
         """
         return _OptimizerSteps.count, versions_of(self._watched)
 
-    @torch.no_grad()
+    @without_grad
     def wait_for_unshard(self) -> None:
         """Have the whole parameters in the modules' slots; gathers if nobody has started to."""
         if self._holds is _Storage.WHOLE:
@@ -334,8 +353,10 @@ class ParamGroup:
                 self._whole.resize_(self._whole_nbytes)
                 self._copy_out(gather.out)
             self.comm.release(gather.out)
-        for param in self.params:
-            param.show_unsharded()
+        if not gather.recalled:
+            for param in self.params:
+                param.follow_sharded()
+        put_parameters(self._unsharded_places)
         self._holds = _Storage.WHOLE
 
     def _copy_out(self, gathered: Tensor) -> None:
@@ -360,7 +381,7 @@ class ParamGroup:
             self.wait_for_unshard()  # a prefetch that nobody used: its buffer must return
         self._show_shards()
 
-    @torch.no_grad()
+    @without_grad
     def reshard_until_backward(self) -> None:
         """Like `reshard`, but keep what the next gather needs to be among few ranks."""
         if self._again is None or self._holds is not _Storage.WHOLE:
@@ -374,7 +395,8 @@ class ParamGroup:
             self._fetched.synchronize()  # from here on anybody may write to them
             self._fetched = None
         for param in self.params:
-            param.show_sharded()
+            param.follow_unsharded()
+        put_parameters(self._sharded_places)
         self._whole.resize_(0)
         self._holds = _Storage.EMPTY
 
@@ -388,7 +410,7 @@ class ParamGroup:
 
     # --- reducing ---------------------------------------------------------------------
 
-    @torch.no_grad()
+    @without_grad
     def keep_grads(self) -> None:
         """Leave the gradients of this backward on this rank, for a later one to reduce."""
         if self._flat is None:

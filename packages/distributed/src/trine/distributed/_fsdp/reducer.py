@@ -26,6 +26,7 @@ from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
 from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.grads import ShardedGrads
 from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.modes import without_grad
 from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.torch_internals import chunk_cat
@@ -85,6 +86,18 @@ class _Plan:
     layout: GroupLayout
     grads: ShardedGrads | None = None
     kept: Tensor | None = None  # sums that have not been all-reduced yet
+    all_used: Tensor | None = None  # what `marks` gives if every parameter is
+
+    def marks(
+        self, used: list[bool], ranks: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """See Note [Used somewhere]; for each rank the same."""
+        if all(used) and self.all_used is not None and self.all_used.dtype is dtype:
+            return self.all_used
+        marks = torch.tensor(used, dtype=dtype, device=device).repeat(ranks)
+        if all(used):
+            self.all_used = marks
+        return marks
 
 
 class GradReducer:
@@ -122,11 +135,11 @@ class GradReducer:
         """The parameters' dtype or device has changed: buffers made before do not fit."""
         self._plans.clear()
 
-    @torch.no_grad()
+    @without_grad
     def start(self, dtype: torch.dtype) -> None:
         """Lay the gradients into a buffer of `dtype` and start the reduce-scatter."""
         assert self._reduction is None, "a second reduction before the first is finished"
-        key = tuple(param.sharded.requires_grad for param in self._params)
+        key = tuple([param.sharded.requires_grad for param in self._params])
         plan = self._plans.get(key)
         if plan is None:
             params = [p for p, wanted in zip(self._params, key, strict=True) if wanted]
@@ -142,7 +155,7 @@ class GradReducer:
         if ranks * self._copies == 1 and not any(used):
             return
         device = plan.params[0].device
-        grads.append(torch.tensor(used, dtype=grads[0].dtype, device=device).repeat(ranks))
+        grads.append(plan.marks(used, ranks, grads[0].dtype, device))
         rows = self.comm.reduce_buffer((ranks, plan.layout.part_numel), dtype, device)
         chunk_cat(grads, ranks, rows)
         del grads
@@ -167,12 +180,12 @@ class GradReducer:
                     f"The gradient of {param.fqn} is sparse ({grad.layout}); only dense "
                     "gradients can be reduced. Make the embedding with sparse=False."
                 )
-            else:
+            elif param.dim != 0:
                 grad = param.lay(grad)
             grads.append(grad)
         return grads, used
 
-    @torch.no_grad()
+    @without_grad
     def advance(self) -> bool:
         """Take the reduction one collective, or the copy to the host, further; wait for that.
 

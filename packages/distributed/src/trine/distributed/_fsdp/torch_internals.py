@@ -26,10 +26,12 @@ __all__ = [
     "chunk_cat",
     "copy_grad_hooks",
     "dtensor_over",
+    "hooked",
     "local_tensor",
     "module_parameters",
     "on_backward_reaching",
     "outside_transforms",
+    "put_parameters",
     "set_local_tensor",
     "stands_in",
     "storage_users",
@@ -67,6 +69,9 @@ def transforming() -> bool:
     return peek is not None and peek() is not None
 
 
+_NOTHING = nullcontext()
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """A block whose tensors are plain ones, also while torch.func transforms the caller.
 
@@ -74,7 +79,7 @@ def outside_transforms() -> AbstractContextManager[object]:
     wrapped have no memory to communicate.
     """
     if not transforming():
-        return nullcontext()
+        return _NOTHING
     from torch._functorch import pyfunctorch
 
     made: AbstractContextManager[object] = pyfunctorch.temporarily_clear_interpreter_stack()
@@ -84,6 +89,12 @@ def outside_transforms() -> AbstractContextManager[object]:
 def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The dictionary in which a module keeps its own parameters, to exchange them quickly."""
     return module._parameters
+
+
+def put_parameters(places: Sequence[tuple[nn.Module, str, nn.Parameter | None]]) -> None:
+    """Put each parameter into its module under its name."""
+    for module, name, param in places:
+        module._parameters[name] = param
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -178,6 +189,14 @@ def apply_grad_hooks(param: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
+def hooked(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of `tensors` has hooks that the two functions above and below would call."""
+    try:
+        return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)
+    except AttributeError:
+        return True
+
+
 def call_post_accumulate_hooks(param: Tensor) -> None:
     """Call what `param.register_post_accumulate_grad_hook` registered."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
@@ -200,13 +219,10 @@ def on_backward_reaching(tensor: Tensor, function: Callable[[object], None]) -> 
         made_by.register_prehook(function)
 
 
-def storage_users(tensor: Tensor) -> int | None:
-    """How many tensors and other owners share `tensor`'s storage; None if torch does not say."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return None
-    users: int = count(tensor.untyped_storage()._cdata)
-    return users
+def storage_users(storages: Sequence[torch.UntypedStorage]) -> list[int] | None:
+    """How many tensors and other owners share each storage; None if torch does not say."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else [count(storage._cdata) for storage in storages]
 
 
 def store_of(group: dist.ProcessGroup) -> tuple[Any, timedelta] | None:
@@ -235,7 +251,8 @@ def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
             with anything.
     """
     together = getattr(torch, "_chunk_cat", None)
-    if together is not None and all(t.dtype is out.dtype and t.numel() for t in tensors):
+    dtype = out.dtype
+    if together is not None and all(t.dtype is dtype and t.numel() for t in tensors):
         together(tensors, 0, chunks, out=out)
         return
     offset = 0

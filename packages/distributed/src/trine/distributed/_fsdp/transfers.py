@@ -20,7 +20,7 @@ __all__ = ["Transfer", "Transfers"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Transfer:
     """A collective under way, and what to report when it is over.
 
