@@ -18,6 +18,7 @@ from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.policies import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacement,
@@ -250,7 +251,6 @@ def _make_groups(
 
 def _host_memory(axes: MeshAxes, offload: OffloadPolicy) -> HostMemory | None:
     """The host's memory for shards, if it is asked for and is not the device's own."""
-    pin: bool | None = getattr(offload, "pin_memory", None)  # so torch's own policy serves, too
-    if pin is None or axes.device.kind == "cpu":
+    if not isinstance(offload, CPUOffloadPolicy) or axes.device.kind == "cpu":
         return None
-    return HostMemory(axes.device, pin=pin)
+    return HostMemory(axes.device, pin=offload.pin_memory)
