@@ -57,6 +57,20 @@ def _clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_factories", dict(registry._factories))
 
 
+# Host memory.
+
+
+def test_the_cpu_copies_from_memory_of_its_own() -> None:
+    device = CPUDevice()
+    source = device.host_buffer(3, torch.float64).fill_(1.5)
+    into = torch.empty(3)
+
+    device.copy(source, into)
+
+    assert not source.is_pinned()
+    assert into.tolist() == [1.5, 1.5, 1.5]
+
+
 # From a specification to a device.
 
 

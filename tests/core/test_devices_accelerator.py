@@ -121,6 +121,39 @@ def test_streams_and_events_are_torchs_own_of_its_number(log: list[Any]) -> None
     assert stream.use() is stream.raw
 
 
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize(("gains", "asked", "pinned"), [(1, 1, 1), (1, 0, 0), (0, 1, 0)])
+def test_memory_of_the_host_is_pinned_if_asked_and_if_the_device_gains(
+    monkeypatch: pytest.MonkeyPatch, gains: bool, asked: bool, pinned: bool
+) -> None:
+    device, made = AcceleratorDevice("hpu", 0), []
+    monkeypatch.setattr(device, "pins_memory", bool(gains))
+    monkeypatch.setattr(torch, "empty", lambda numel, **options: made.append((numel, options)))
+
+    device.host_buffer(3, torch.bfloat16, pinned=bool(asked))
+
+    options = {"dtype": torch.bfloat16, "device": "cpu", "pin_memory": bool(pinned)}
+    assert made == [(3, options)]
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_copies_are_queued_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[tuple[Tensor, Tensor, bool]] = []
+    monkeypatch.setattr(
+        Tensor,
+        "copy_",
+        lambda into, source, non_blocking: copies.append((source, into, non_blocking)),
+    )
+    source, into = torch.ones(2), torch.empty(2)
+
+    AcceleratorDevice("hpu", 0).copy(source, into)
+
+    ((copied, target, non_blocking),) = copies
+    assert copied is source
+    assert target is into
+    assert non_blocking
+
+
 def test_a_stream_holds_the_memory_of_a_tensor_of_its_kind_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

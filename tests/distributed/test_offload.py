@@ -24,6 +24,7 @@ from trine.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     clip_grad_norm_,
     fully_shard,
 )
@@ -176,6 +177,34 @@ def materialized_on_the_host() -> None:
 
 def test_a_model_made_on_meta_gets_its_memory_on_the_host(run_on_ranks: RunOnRanks) -> None:
     run_on_ranks(materialized_on_the_host, 2)
+
+
+def train_on_a_gpu(pin: bool) -> None:
+    mesh = init_mesh(device="cuda")
+    nets = [
+        sharded(mesh, offload_policy=policy)
+        for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=pin))
+    ]
+    x = torch.randn(64, 5, device="cuda")
+    for net in nets:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(5):
+            for _ in range(2):
+                net(x).square().mean().backward()
+            clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for on_device, on_host in zip(*(net.parameters() for net in nets), strict=True):
+        assert (shard(on_device).device.type, shard(on_host).device.type) == ("cuda", "cpu")
+        # fp32, five steps: the optimizer rounds otherwise on the host than on the GPU.
+        torch.testing.assert_close(shard(on_host), shard(on_device).cpu(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin", [True, False])
+def test_a_gpu_trains_from_shards_on_the_host(run_on_ranks: RunOnRanks, pin: bool) -> None:
+    run_on_ranks(train_on_a_gpu, 1, pin, backend="nccl")
 
 
 @pytest.mark.parametrize(

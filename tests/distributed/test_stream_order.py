@@ -426,6 +426,18 @@ def test_a_broken_engine_is_found_out(
     assert any(culprit in race for race in device.model.races), device.model.races
 
 
+def test_a_gather_buffer_that_is_given_back_at_once_is_found_out(
+    device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(device)
+    two_ahead(program)  # one at a time is copied out before the next gather takes its buffer
+    pool_that_gives_back_at_once(monkeypatch, device)
+
+    program.train()
+
+    assert any("reads what 'all_gather" in race for race in device.model.races)
+
+
 def test_shards_that_are_written_to_before_they_are_copied_are_found_out(
     device: RecordingDevice,
 ) -> None:

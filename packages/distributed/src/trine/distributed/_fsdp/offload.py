@@ -11,6 +11,9 @@ Note [Copies beside the computation]
     parameter is shown to whoever may write to it (`ParamGroup.reshard`), and before a
     gradient is handed out (`GradReducer.advance`). Both come a unit after the copy was
     queued, so the host seldom waits and the device always has work queued.
+
+    Parameters that stay whole after a forward without a backward have not been shown: whoever
+    wants to write to them by hand calls `reshard()` first, as loading a state dict does.
 """
 
 from __future__ import annotations
