@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.recording_device import KIND, RecordingDevice
 from tests.distributed.stream_model import Access, Mark, StreamModel, Timeline
@@ -292,6 +293,96 @@ def test_the_host_does_not_wait_for_the_unit_that_computes(
     order += [f"backward of {unit}" for unit in reversed(range(BLOCKS))]
     for earlier, later in pairwise(order):
         assert device.model.find(earlier).beside(device.model.find(f"{later}, on the host")), later
+
+
+def loss_of(program: Program) -> Tensor:
+    out: Tensor = program.model(torch.ones(3, 6))
+    return out.square().sum()
+
+
+def backward(loss: Tensor, **options: Any) -> None:
+    loss.backward(**options)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def evaluation_first(program: Program) -> None:
+    with torch.no_grad():
+        loss_of(program)
+    backward(loss_of(program))
+
+
+def two_forwards_before_one_backward(program: Program) -> None:
+    backward(loss_of(program) + loss_of(program))
+
+
+def two_backwards_after_one_forward(program: Program) -> None:
+    loss = loss_of(program)
+    backward(loss, retain_graph=True)
+    backward(loss)
+
+
+def checkpointed(program: Program) -> None:
+    x = torch.ones(3, 6, requires_grad=True)
+    for block in program.model:
+        x = checkpoint(block, x, use_reentrant=False)
+    backward(x.square().sum())
+
+
+def reductions_left_open(program: Program) -> None:
+    program.root.set_is_last_backward(False)
+    backward(loss_of(program))
+    program.root.set_is_last_backward(True)
+    backward(loss_of(program))
+
+
+def gathered_by_hand(program: Program) -> None:
+    handle = program.root.unshard(async_op=True)
+    loss = loss_of(program)
+    if handle is not None:
+        handle.wait()
+    backward(loss)
+    program.root.reshard()
+
+
+def parts_used_alone(program: Program) -> None:
+    for block in program.model:
+        backward(block(torch.ones(3, 6)).sum())
+    backward(loss_of(program))
+
+
+def copies_added_up_later(program: Program) -> None:
+    program.root.set_requires_all_reduce(False)
+    backward(loss_of(program))
+    program.root.set_requires_all_reduce(True)
+    backward(loss_of(program))
+
+
+LIVES = {
+    life.__name__: life
+    for life in (
+        evaluation_first,
+        two_forwards_before_one_backward,
+        two_backwards_after_one_forward,
+        checkpointed,
+        reductions_left_open,
+        gathered_by_hand,
+        parts_used_alone,
+        copies_added_up_later,
+    )
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("life", LIVES)
+def test_none_are_however_a_program_goes(device: RecordingDevice, life: str, policy: str) -> None:
+    program = Program(device, SHAPES["replicate x shard"], offload_policy=POLICIES[policy])
+
+    with device.watching():
+        for _ in range(2):
+            LIVES[life](program)
+            program.optimizer.step()
+            program.optimizer.zero_grad()
+
+    assert device.model.races == []
 
 
 @pytest.mark.parametrize("policy", POLICIES)
