@@ -75,6 +75,20 @@ def test_a_parameter_shared_across_calls_is_refused_naming_both_places() -> None
         fully_shard(model)
 
 
+@pytest.mark.parametrize("axes", [{"shard": 1}, {"replicate": 1, "shard": 1}])
+def test_a_module_inside_a_sharded_one_is_refused_whatever_the_mesh(axes: dict[str, int]) -> None:
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    fully_shard(model, mesh=mesh)
+
+    with pytest.raises(
+        ValueError, match=r"^weight belongs to .* as 0\.weight\. .*inside out.*ignored_params"
+    ):
+        fully_shard(model[0], mesh=mesh)
+
+    assert type(model[0]) is nn.Linear
+
+
 def test_a_refused_call_leaves_the_module_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     before = {name: id(param) for name, param in model.named_parameters()}

@@ -121,7 +121,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 AXES = {
     "mesh": tuple(MESHES),
     "precision": tuple(PRECISIONS),
-    "reshard_after_forward": ("True", "False", "None"),
+    "reshard_after_forward": ("True", "False", "None", "2 of 4"),
     "accumulation": ("none", "synchronized", "kept on the rank"),
     "optimizer": tuple(OPTIMIZERS),
     "clipping": ("none", "by torch", "by ours"),
@@ -212,6 +212,14 @@ def train_cell(cell: Cell) -> None:
         assert_same(ours, theirs, tolerance, f"step {step}", gradients=False)
 
 
+def reshard_of(cell: Cell) -> bool | int | None:
+    """The argument; where there are no 4 ranks to shard over, 2 of them are all, or none."""
+    values = {"True": True, "False": False, "None": None}
+    if cell["reshard_after_forward"] in values:
+        return values[cell["reshard_after_forward"]]
+    return 2 if cell["mesh"] == "4" else True
+
+
 def shard(cell: Cell, api: Any) -> Model:
     precision = PRECISIONS[cell["precision"]]
     torch.manual_seed(0)
@@ -220,9 +228,7 @@ def shard(cell: Cell, api: Any) -> Model:
     policy = api.MixedPrecisionPolicy(**precision.policy)
     options: dict[str, Any] = {
         "mesh": our_mesh if api is fsdp else their_mesh,
-        "reshard_after_forward": {"True": True, "False": False, "None": None}[
-            cell["reshard_after_forward"]
-        ],
+        "reshard_after_forward": reshard_of(cell),
     }
     dims = MESHES[cell["mesh"]].dims
     if dims and api is fsdp:

@@ -50,8 +50,12 @@ OTHER_DEFAULTS = {
 ADDED_NAMES = {
     "ShardPlacement": "what shard_placement_fn returns for another mesh: private in torch",
     "clip_grad_norm_": "the true norm as a plain tensor, where torch's gives a DTensor",
+    "CommError": "to catch: a collective failed, usually because another rank has gone",
+    "NonFiniteGradient": "to catch: what set_check_finite_gradients raises",
+    "RanksDisagree": "to catch: ranks have sharded differently, or make other collectives",
 }
 ADDED_METHODS = {
+    "set_check_finite_gradients": "names the first gradient that is not finite, and its rank",
     "zero_grad": "reaches parameters that are whole at the moment; torch's keeps their gradients",
 }
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from trine.distributed._fsdp.param import Slot
 from trine.distributed._fsdp.state import state_of
-from trine.distributed._fsdp.successors import successor_of
+from trine.distributed._fsdp.successors import owner_of, successor_of
 from trine.distributed._fsdp.torch_internals import module_parameters
 
 __all__ = ["ManagedParam", "managed_params"]
@@ -37,8 +37,8 @@ def managed_params(
         ignored: parameters to leave as they are.
 
     Raises:
-        ValueError: if the module has no parameters, or one of them is shared with a module
-            that has been sharded by another call.
+        ValueError: if the module has no parameters, or one of them is owned by another call,
+            or shared with a module that has been sharded by one.
     """
     for module in modules:
         if next(module.parameters(), None) is None:
@@ -86,4 +86,11 @@ def _check(param: nn.Parameter, fqn: str) -> None:
             f"{fqn} is shared with {taken[1]}, which another call of "
             "fully_shard has sharded already: the two would train apart. Shard the modules "
             "that share a parameter in one call, on a module that contains them all."
+        )
+    owner = owner_of(param)
+    if owner is not None:
+        raise ValueError(
+            f"{fqn} belongs to a call of fully_shard on a module around this one, as {owner.fqn}. "
+            "Call it from the inside out: on a module before the one that contains it. Or leave "
+            "the parameter where it is with ignored_params."
         )

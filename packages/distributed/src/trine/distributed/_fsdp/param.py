@@ -28,7 +28,7 @@ from torch.utils.dlpack import from_dlpack
 
 from trine.distributed._fsdp.distribution import Distribution
 from trine.distributed._fsdp.layout import ShardLayout
-from trine.distributed._fsdp.successors import note_successor
+from trine.distributed._fsdp.successors import note_owner, note_successor
 from trine.distributed._fsdp.torch_internals import (
     copy_grad_hooks,
     dtensor_over,
@@ -188,6 +188,7 @@ class ShardedParam:
 
     def _set_sharded(self, sharded: nn.Parameter) -> None:
         self.sharded = sharded
+        note_owner(self)
         self.local = local_tensor(self._dtensor)
 
     @property

@@ -2,7 +2,8 @@
 
 Two mistakes leave a program that trains nothing, without a word: a module outside a call of
 `fully_shard` keeps a whole parameter that the call has replaced, or an optimizer does. Both
-are found by asking here for the successor of a tensor.
+are found by asking here for the successor of a tensor. A third, a parameter that two calls
+shard, is found by asking for its owner.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["HoldsSharded", "note_successor", "successor_of"]
+__all__ = ["HoldsSharded", "note_owner", "note_successor", "owner_of", "successor_of"]
 
 
 class HoldsSharded(Protocol):
@@ -31,6 +32,7 @@ class HoldsSharded(Protocol):
 
 # By id, since tensors compare element by element.
 _successors: dict[int, tuple[weakref.ref[Tensor], weakref.ref[HoldsSharded]]] = {}
+_owners: dict[int, weakref.ref[HoldsSharded]] = {}
 _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 _noted = 0
 
@@ -53,6 +55,24 @@ def successor_of(param: Tensor) -> tuple[nn.Parameter, str] | None:
         return None
     holder = found[1]()
     return None if holder is None else (holder.sharded, holder.fqn)
+
+
+def note_owner(holder: HoldsSharded) -> None:
+    """Remember that `holder` owns the sharded parameter that it has now."""
+    key = id(holder.sharded)
+
+    def forget(gone: weakref.ref[HoldsSharded]) -> None:
+        if _owners.get(key) is gone:
+            del _owners[key]
+
+    _owners[key] = weakref.ref(holder, forget)
+
+
+def owner_of(param: Tensor) -> HoldsSharded | None:
+    """Who owns `param`, if that is a sharded parameter of the engine's."""
+    found = _owners.get(id(param))
+    holder = None if found is None else found()
+    return holder if holder is not None and holder.sharded is param else None
 
 
 def _rebind(optimizer: Optimizer, *_: Any) -> None:
