@@ -413,6 +413,33 @@ def test_set_reshard_after_forward_takes_the_place_of_a_number(run_on_ranks: Run
     run_on_ranks(set_to_all, 4)
 
 
+class CountedAllGather(DefaultAllGather):
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+def gather_with_collectives_of_ones_own() -> None:
+    reference = build()
+    model = shard_all(copy.deepcopy(reference), reshard_after_forward=2)
+    counted = CountedAllGather()
+    model[0].set_custom_all_gather(counted)
+
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        backward(model(own_batch(step)).square().mean())
+        backward_over_all_ranks(reference, step)
+        assert_same_gradients(model, reference)
+        assert counted.calls == step + 1  # in forward; the one in backward is the engine's
+
+
+def test_a_custom_all_gather_serves_the_gathers_among_all_ranks(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(gather_with_collectives_of_ones_own, 4)
+
+
 # --- refusals ----------------------------------------------------------------------------
 
 
