@@ -27,6 +27,8 @@ def hide(name: str) -> None:
         param.set_local_tensor = lambda tensor, local: False  # type: ignore[attr-defined]
     elif name == "_chunk_cat":
         del torch._chunk_cat
+    elif name == "get_group_store":
+        del dist.ProcessGroup.get_group_store
     else:
         delattr(torch._C, name)
 
@@ -57,7 +59,14 @@ def train_without(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["_local_tensor", "_chunk_cat", "_storage_Use_Count", "_current_graph_task_id"]
+    "name",
+    [
+        "_local_tensor",
+        "_chunk_cat",
+        "_storage_Use_Count",
+        "_current_graph_task_id",
+        "get_group_store",
+    ],
 )
 def test_training_is_right_without(run_on_ranks: RunOnRanks, name: str) -> None:
     run_on_ranks(train_without, 2, name)

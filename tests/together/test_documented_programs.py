@@ -121,3 +121,16 @@ def test_the_two_kinds_of_parallelism_print_what_the_page_says(tmp_path: Path) -
     printed = run(tmp_path, program(page))
 
     assert printed in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_mismatches_are_told_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "docs/howto/find-a-mismatch.md"
+    text = (ROOT / page).read_text(encoding="utf-8")
+
+    for number, debug in enumerate(("0", "1", "0")):
+        monkeypatch.setenv("TRINE_DEBUG", debug)
+        printed = run(tmp_path, program(page, number))
+
+        assert f"```text\n{printed}```" in text

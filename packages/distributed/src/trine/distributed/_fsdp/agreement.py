@@ -130,6 +130,8 @@ def difference(details: Mapping[int, str]) -> str:
             found.append(f"{name} is there on {rank_list(present)}, not on {rank_list(missing)}")
             continue
         for fact in layouts[next(iter(layouts))][name]:
+            if fact == "owner" and found:
+                continue  # mostly because of a unit that is missing
             values: dict[str, list[int]] = {}
             for rank, layout in layouts.items():
                 values.setdefault(layout[name].get(fact, "not known"), []).append(rank)

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +41,9 @@ __all__ = ["Meetings", "meetings"]
 
 _AGREED, _DIFFER, _APART, _ABSENT = "agreed", "differ", "apart", "absent"
 
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0  # before a warning
 _LOOK_AROUND_S = 1.0  # between looks at where the missing ranks are
 _LATE_S = 10.0  # for late ranks to add to a report
 _WAKE_S = 1.0  # for those that have come, where others will not
@@ -167,7 +172,7 @@ class Meetings:
 
     def _wait(self, here: _Statement, limit_s: float, *, looks: bool) -> str:
         begun = time.monotonic()
-        look_at_s = _LOOK_AROUND_S
+        look_at_s, warn_at_s = _LOOK_AROUND_S, _PATIENCE_S
         pause_s = 1e-4
         while not self._store.check([f"{here.key}/verdict"]):
             waited_s = time.monotonic() - begun
@@ -182,6 +187,9 @@ class Meetings:
                     if verdict != _AGREED:
                         self._settle(elsewhere.key, _APART)
                     return verdict
+            if looks and waited_s >= warn_at_s:
+                warn_at_s = math.inf
+                self._warn(here, limit_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return self._store.get(f"{here.key}/verdict").decode()
@@ -195,6 +203,27 @@ class Meetings:
             if self._held[at.ranks] <= at.number:
                 return at
         return None
+
+    def _warn(self, here: _Statement, limit_s: float) -> None:
+        missing = {rank: self._whereabouts(here, rank) for rank in here.ranks}
+        _log.warning(
+            "Rank %d has waited %g s, of %g, for others to come to %s:%s",
+            self._rank,
+            _PATIENCE_S,
+            limit_s,
+            here.what,
+            "".join(f"\n  rank {rank}: {where}" for rank, where in missing.items() if where),
+        )
+
+    def _whereabouts(self, here: _Statement, rank: int) -> str:
+        """Words for where a rank is that has not come; none if it has."""
+        at = self._where_is(rank)
+        if at is None:
+            return "has not met any other rank yet"
+        if at.ranks != here.ranks:
+            return f"was last at: {at.what}, among {rank_list(at.ranks)}"
+        ago = here.number - at.number
+        return f"was last at: {at.what}, {ago} meeting{'s' * (ago != 1)} before" if ago > 0 else ""
 
     def _where_is(self, rank: int) -> _Statement | None:
         key = f"trine/at/{rank}"
@@ -255,15 +284,8 @@ class Meetings:
         for rank in here.ranks:
             if rank in says:
                 continue
-            at = self._where_is(rank)
-            if at is None:
-                what = "has not met any other rank yet"
-            elif at.ranks != here.ranks:
-                what = f"was last at: {at.what}, among {rank_list(at.ranks)}"
-            else:
-                ago = here.number - at.number
-                what = f"was last at: {at.what}, {ago} meeting{'s' * (ago != 1)} before"
-            doing.setdefault(f"{what}; did not come", []).append(rank)
+            where = self._whereabouts(here, rank) or "came, and has ended"
+            doing.setdefault(where, []).append(rank)
         lines = "".join(f"\n  {rank_list(who)}: {what}" for what, who in doing.items())
         among = f"(number {here.number} among {rank_list(here.ranks)})"
         if verdict.startswith(_ABSENT):
