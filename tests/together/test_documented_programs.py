@@ -97,8 +97,21 @@ def test_the_test_of_the_how_to_guide_passes(tmp_path: Path) -> None:
     assert "1 passed" in printed
 
 
+def test_the_script_of_the_how_to_guide_goes_on_where_it_was_on_other_ranks(tmp_path: Path) -> None:
+    script = program("docs/howto/save-and-load.md")
+
+    first = run(tmp_path, script, *TORCHRUN)
+    second = run(tmp_path, script)
+
+    assert "There is no checkpoint at" in first
+    assert "saved step 19\n" in first
+    assert "going on with step 20\n" in second
+    assert "saved step 39\n" in second
+    assert [each.name for each in (tmp_path / "run").iterdir()] == ["last"]
+
+
 def test_the_ranks_of_the_readme_add_up(tmp_path: Path) -> None:
-    code = program("packages/distributed/README.md", 1)
+    code = program("packages/distributed/README.md", 2)
 
     printed = run(tmp_path, code)
 
