@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.recording_device import RecordingDevice
 from trine.core import TrineError
 from trine.distributed import destroy_process_group, init_process_group
 from trine.distributed.process_groups import available_backends, launched
@@ -54,6 +55,17 @@ def test_the_backend_follows_the_device() -> None:
     init_process_group()
 
     assert dist.get_backend() == "gloo"
+
+
+def test_the_device_of_the_rank_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, current = RecordingDevice(), list[str]()
+    monkeypatch.setattr(device, "make_current", lambda: current.append(device.kind))
+
+    found = init_process_group(device=device)
+
+    assert found is device
+    assert dist.get_backend() == "gloo"  # the one that this device asks for
+    assert current == [device.kind]
 
 
 def test_asking_again_for_what_is_running_changes_nothing() -> None:
