@@ -46,6 +46,10 @@ class Mesh:
     theirs: list[Any] | None = None
 
     @property
+    def size(self) -> int:
+        return prod(self.axes.values())
+
+    @property
     def copies(self) -> int:
         return self._size(self.dims.get("replicate", "replicate" if not self.dims else ()))
 
@@ -290,16 +294,17 @@ def local(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.to_local()
 
 
+@cache
+def chosen(strength: int) -> list[dict[str, str]]:
+    return covering(AXES, strength)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strength", [2, pytest.param(3, marks=pytest.mark.grid)])
 @pytest.mark.timeout(600)
 def test_training_equals_that_of_torch_whatever_is_set(
     run_on_ranks: RunOnRanks, world_size: int, strength: int
 ) -> None:
-    cells = [
-        cell
-        for cell in covering(AXES, strength)
-        if MESHES[cell["mesh"]].copies * MESHES[cell["mesh"]].shards == world_size
-    ]
+    cells = [cell for cell in chosen(strength) if MESHES[cell["mesh"]].size == world_size]
 
     run_on_ranks(train_both, world_size, cells, timeout_s=500)
