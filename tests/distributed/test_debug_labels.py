@@ -88,6 +88,8 @@ def train_as_the_whole(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
     reference = Net()
     net = sharded(copy.deepcopy(reference), mesh=init_mesh(axes))
+    assert isinstance(net, FSDPModule)
+    net.set_check_finite_gradients()
     for _ in range(3):
         train(net)
         train(reference)

@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from trine.core import tracing
 from trine.distributed import init_mesh
@@ -196,6 +201,45 @@ def test_ranks_of_other_copies_are_named_too_with_mixed_precision(
     for fine, found in run_on_ranks(train_copies, 4, timeout_s=LIMIT_S):
         assert fine is None
         assert found[:2] == ("blocks.0.down.weight", (2,))
+
+
+class Mlp(nn.Module):
+    """Its `spoils` says whether this rank's part of the gradient of `up.weight` becomes NaN."""
+
+    spoils = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.spoils:
+            self.up.weight.register_hook(lambda grad: grad * float("nan"))  # type: ignore[no-untyped-call]
+        out: Tensor = self.down(torch.tanh(self.up(x)))
+        return out
+
+
+def train_tensor_parallel() -> Any:
+    mesh = init_mesh({"dp": 2, "tp": 2})
+    model = nn.Sequential(Mlp(), Mlp())
+    for mlp in model:
+        parallelize_module(mlp, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(mlp, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    assert isinstance(model, FSDPModule)
+    model.set_check_finite_gradients()
+    x = batch(mesh.get_local_rank("dp"))
+    fine = found_in(lambda: model(x).square().mean().backward())
+    first = model[0]
+    assert isinstance(first, Mlp)
+    first.spoils = dist.get_rank() == 3
+    return fine, found_in(lambda: model(x).square().mean().backward())
+
+
+def test_ranks_of_other_tensor_parallel_parts_are_told_too(run_on_ranks: RunOnRanks) -> None:
+    for fine, found in run_on_ranks(train_tensor_parallel, 4, timeout_s=LIMIT_S):
+        assert fine is None
+        assert found[:2] == ("0.up.weight", (3,))
 
 
 def train_unchecked() -> Any:

@@ -30,23 +30,22 @@ class FiniteCheck:
     """Remembers which gradients of one module were finite on this rank, until backward ends."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[int, list[str], Tensor]] = []
+        self._noted: list[tuple[int, list[ShardedParam], Tensor]] = []
 
     def note(self, params: Sequence[ShardedParam], grads: Sequence[Tensor]) -> None:
         """Look at the gradients of a group; the device is not waited for."""
         # Backward reaches what computes last first. The greatest magnitude is NaN or infinite
         # where any element is, and needs no mask of the gradient's size.
-        names = [param.fqn for param in reversed(params)]
         finite = [
             torch.linalg.vector_norm(grad, math.inf).isfinite()
             if grad.numel()
             else torch.ones((), dtype=torch.bool, device=grad.device)
             for grad in reversed(grads)
         ]
-        self._noted.append((next(_order), names, torch.stack(finite)))
+        self._noted.append((next(_order), list(reversed(params)), torch.stack(finite)))
 
-    def take(self) -> list[tuple[int, list[str], Tensor]]:
-        """What was noted since the last call: an order, names, and which are finite."""
+    def take(self) -> list[tuple[int, list[ShardedParam], Tensor]]:
+        """What was noted since the last call: an order, parameters, and whose are finite."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -57,7 +56,7 @@ def raise_if_not_finite(checks: Iterable[FiniteCheck], axes: MeshAxes, steps: in
 
     Args:
         checks: of all modules under one root.
-        axes: the ranks of the root, all of which must call this.
+        axes: the ranks of the root, all of which must call this, as must tensor-parallel ones.
         steps: optimizer steps so far, for the message if the tracing seam knows no step.
 
     Raises:
@@ -66,37 +65,47 @@ def raise_if_not_finite(checks: Iterable[FiniteCheck], axes: MeshAxes, steps: in
     noted = sorted((each for check in checks for each in check.take()), key=lambda each: each[0])
     if not noted:
         return
-    names = [name for _, group, _ in noted for name in group]
+    params = [param for _, group, _ in noted for param in group]
     device = noted[0][2].device
     finite = torch.cat([flags.to(device) for _, _, flags in noted])
-    none = len(names)
+    none = len(params)
     places = torch.arange(none, device=device)
-    firsts = torch.full((len(axes.peers),), none, device=device)
-    firsts[axes.peers.index(dist.get_rank())] = torch.where(finite, none, places).min()
-    for group in (axes.shard_group, axes.replicate_group):
-        if group is not None and group.size() > 1:
-            if debugging():
-                check_label(group, "all_reduce of what is not finite", firsts)
-            dist.all_reduce(firsts, op=dist.ReduceOp.MIN, group=group)
-    by_rank = dict(zip(axes.peers, firsts.tolist(), strict=True))
+    firsts = torch.full((dist.get_world_size(),), none, device=device)
+    firsts[dist.get_rank()] = torch.where(finite, none, places).min()
+    for group in _groups(axes, params):
+        if debugging():
+            check_label(group, "all_reduce of what is not finite", firsts)
+        dist.all_reduce(firsts, op=dist.ReduceOp.MIN, group=group)
+    by_rank = dict(enumerate(firsts.tolist()))
     first = min(by_rank.values())
     if first == none:
         return
     ranks = [rank for rank, place in by_rank.items() if place == first]
     others = [
-        f"first {names[place]} on rank {rank}"
+        f"first {params[place].fqn} on rank {rank}"
         for rank, place in by_rank.items()
         if first < place < none
     ]
     step = tracing.current_step()
     when = f"in step {step}" if step >= 0 else f"after {steps} optimizer steps"
     raise NonFiniteGradient(
-        f"The gradient of {names[first]} is not finite on {rank_list(ranks)}, {when}"
+        f"The gradient of {params[first].fqn} is not finite on {rank_list(ranks)}, {when}"
         f"{' (' + ', '.join(others) + ')' if others else ''}. It is the first that backward "
         "reached. All ranks have its reduced gradient, so call zero_grad() before going on. Look "
         "for NaN or infinity in that rank's batch and loss, or lower the learning rate; under a "
         "gradient scaler overflow is normal, so turn the check off.",
-        names[first],
+        params[first].fqn,
         ranks,
         step if step >= 0 else steps,
     )
+
+
+def _groups(axes: MeshAxes, params: Sequence[ShardedParam]) -> list[dist.ProcessGroup]:
+    """The axes of the root's mesh and of the parameters', along which news reaches every rank."""
+    own = (axes.shard_group, axes.replicate_group)
+    found = {id(group): group for group in own if group is not None}
+    for mesh in dict.fromkeys(param.mesh for param in params):
+        for axis in range(mesh.ndim):
+            group = mesh.get_group(axis)
+            found.setdefault(id(group), group)
+    return [group for group in found.values() if group.size() > 1]

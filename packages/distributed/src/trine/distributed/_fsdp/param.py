@@ -23,6 +23,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
 
@@ -155,13 +156,18 @@ class ShardedParam:
             return rows.view(())
         return rows.movedim(0, self.dim) if self.dim else rows
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks that hold a part of the parameter or of a copy, tensor-parallel ones too."""
+        return self.axes.mesh if self._before is None else self._before.mesh
+
     def as_dtensor(self, rows: Tensor) -> DTensor:
         """This rank's rows as a DTensor of the parameter's shape; memory is shared."""
         before = self._before
         with torch.no_grad():
             return dtensor_over(
                 self.own(rows),
-                self.axes.mesh if before is None else before.mesh,
+                self.mesh,
                 (self.axes if before is None else before).placements(self.dim),
                 self._global_shape,
                 _contiguous_stride(self._global_shape),
