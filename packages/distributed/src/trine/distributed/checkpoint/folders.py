@@ -44,7 +44,10 @@ def prepare(path: Path) -> Path:
         ValueError: if `path` is something else than a checkpoint, which would be lost.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
-        raise ValueError(f"{path} is not a folder, so no checkpoint can take its place.")
+        raise ValueError(
+            f"{path} is a file or a link, so no checkpoint can take its place. Give the path of a "
+            "folder, or one that does not exist."
+        )
     if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
         raise ValueError(
             f"{path} holds something else than a checkpoint (it has no {MANIFEST}), and saving "

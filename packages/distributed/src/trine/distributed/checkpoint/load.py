@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import empty as empty_dtensor
 from torch.optim import Optimizer
 
 from trine.core import tracing
@@ -216,12 +215,7 @@ def _room(
     if isinstance(param, DTensor) and kind != "step":
         for like in (live, param):
             if isinstance(like, DTensor) and like.shape == entry.size:
-                return empty_dtensor(
-                    entry.size,
-                    dtype=dtype,
-                    device_mesh=like.device_mesh,
-                    placements=like.placements,
-                )
+                return torch.empty_like(like, dtype=dtype)
         if not isinstance(live, Tensor) and len(entry.chunks) > 1:
             raise CheckpointError(
                 f"The optimizer state {name} has shape {tuple(entry.size)}, unlike its parameter "

@@ -8,7 +8,7 @@ import shutil
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -195,9 +195,9 @@ def _write(path: Path, state: dict[str, Any], extra_file: bytes, ranks: Ranks) -
 
 
 def _write_values(path: Path, folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    with warnings.catch_warnings():
-        # Saving without a process group is meant.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with warnings.catch_warnings() if ranks.group is None else nullcontext():
+        if ranks.group is None:  # as is meant
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             save(
                 state,
