@@ -7,12 +7,15 @@ of CPUs computes the same numbers. What it counts is what a real device would be
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -177,6 +180,38 @@ def materialized_on_the_host() -> None:
 
 def test_a_model_made_on_meta_gets_its_memory_on_the_host(run_on_ranks: RunOnRanks) -> None:
     run_on_ranks(materialized_on_the_host, 2)
+
+
+def saved_and_loaded(folder: str) -> None:
+    made_up_device()
+    net = sharded(init_mesh(device=KIND), offload_policy=CPUOffloadPolicy())
+    net.never.requires_grad_(False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        net(batch(number)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    step(1)
+    expected = [shard(param).clone() for param in net.parameters()]
+    step(2)
+
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    step(1)
+
+    for param, values in zip(net.parameters(), expected, strict=True):
+        assert torch.equal(shard(param), values)
+
+
+def test_shards_and_optimizer_on_the_host_are_saved_and_loaded(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    run_on_ranks(saved_and_loaded, 2, str(tmp_path))
 
 
 def train_on_a_gpu(pin: bool) -> None:

@@ -79,10 +79,12 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters, gradients and optimizer state in host memory.
 
     The optimizer then computes on the host. Shards are copied to the device before each
-    all-gather and gradients back after each reduction, beside the computation. Operations of
-    torch that communicate such parameters themselves (`full_tensor`, saving full state dicts,
-    torch's own `clip_grad_norm_`) need a process group that moves host memory too: start it
-    with the backend `"cpu:gloo,cuda:nccl"`. Training does not, nor does our `clip_grad_norm_`.
+    all-gather and gradients back after each reduction, beside the computation. Buffers of
+    modules are left where they are: move them to the device.
+
+    Operations of DTensor that communicate such parameters (`full_tensor`, torch's own
+    `clip_grad_norm_`) need a process group that moves host memory too: start it with the
+    backend `"cpu:gloo,cuda:nccl"`. Training needs none, nor does our `clip_grad_norm_`.
 
     Attributes:
         pin_memory: whether that memory is page-locked, where the device gains from it: copies
