@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -195,12 +196,12 @@ def saved_and_loaded(folder: str) -> None:
 
     step(0)
     model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     step(1)
     expected = [shard(param).clone() for param in net.parameters()]
     step(2)
 
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     step(1)
 
