@@ -127,15 +127,18 @@ def _collected(
     ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | None, extra: object
 ) -> tuple[dict[str, Any], bytes]:
     state: dict[str, Any] = {}
+    extra_file = b""
 
-    def collect() -> bytes:
+    def collect() -> None:
+        nonlocal extra_file
         state["model"] = model_values(model)
         require_loadable(state["model"])
         if optimizer is not None:
             state["optimizer"] = optimizer_values(model, optimizer)
-        return packed_extra(extra) if ranks.rank == 0 else b""
+        if ranks.rank == 0:
+            extra_file = packed_extra(extra)
 
-    extra_file = ranks.on_all(f"collecting what to save to {path}", collect)[0]
+    ranks.on_all(f"collecting what to save to {path}", collect)
     return state, extra_file
 
 
