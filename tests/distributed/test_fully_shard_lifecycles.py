@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.test_fully_shard import (
     FP32,
@@ -415,6 +417,78 @@ def test_after_an_exception_in_a_later_micro_batch_a_retry_has_the_right_gradien
     run_on_ranks: RunOnRanks, where: str, sync: bool
 ) -> None:
     run_on_ranks(raise_in_the_second_micro_batch, 2, where, sync)
+
+
+class Trips(Net):
+    """Raises once, at a place that is not inside a block's own forward or backward."""
+
+    where = "nowhere"
+    recomputes = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            self.trip(f"between blocks {number}")
+            x = checkpoint(partial(self.run, number, block), x, use_reentrant=False)
+        self.trip("after the blocks")
+        logits: Tensor = self.head(x * self.scale)
+        return logits
+
+    def run(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        if self.recomputes:
+            self.trip(f"recomputing {number}")
+        out: Tensor = block(x)
+        return out
+
+    def trip(self, where: str) -> None:
+        if self.where == where:
+            self.where = "nowhere"
+            raise KeyboardInterrupt if where == "between blocks 1" else MemoryError
+
+
+def trip_and_retry(where: str) -> None:
+    torch.manual_seed(0)
+    net = Trips()
+    _, reference = net_and_reference()
+    model: Any = sharded(net)
+    if where == "hook of a gradient":
+        model.blocks[1].up.weight.register_hook(lambda grad: net.trip(where))
+    if where == "hook after a gradient":
+        model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda p: net.trip(where))
+
+    def micro_batch(step: int) -> None:
+        net.recomputes = False
+        loss = loss_of(model, own(batches(step)))
+        net.recomputes = True
+        backward(loss)
+
+    for round_ in range(2):
+        net.where = where
+        with pytest.raises((MemoryError, KeyboardInterrupt)):
+            micro_batch(5)
+
+        model.zero_grad()
+        reference.zero_grad()
+        for step in (round_, round_ + 1):
+            micro_batch(step)
+            mean_backward(reference, batches(step))
+        assert_same_gradients(model, reference, 2 * FP32)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "between blocks 1",
+        "after the blocks",
+        "recomputing 1",
+        "hook of a gradient",
+        "hook after a gradient",
+    ],
+)
+def test_wherever_a_step_raises_a_retry_has_the_right_gradients(
+    run_on_ranks: RunOnRanks, where: str
+) -> None:
+    run_on_ranks(trip_and_retry, 2, where)
 
 
 # --- containers ------------------------------------------------------------------------
