@@ -35,7 +35,8 @@ def test_ranks_that_mean_the_same_meet_as_often_as_they_like() -> None:
         for step in range(50):
             meetings.meet((0, 1, 2), f"step {step}", mend="")
             if rank:
-                meetings.meet((1, 2), f"step {step}", detail="the same", mend="")
+                pair = (1, 2) if rank == 1 else (2, 1)
+                meetings.meet(pair, f"step {step}", detail="the same", mend="")
 
     assert on_ranks(3, body) == [None] * 3
 

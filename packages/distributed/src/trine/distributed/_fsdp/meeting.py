@@ -126,7 +126,7 @@ class Meetings:
         """Return when all `ranks` are here with the same `what` and `detail`.
 
         Args:
-            ranks: this one and others, numbered in the world.
+            ranks: this one and others, numbered in the world, in any order.
             what: they are about to do, in a line.
             detail: more of it, of any length; only sent if it differs.
             compare: finds words for the difference of details.
@@ -137,8 +137,9 @@ class Meetings:
             RanksDisagree: on every one of them, if one brings something else.
             CommError: if some do not come in time, or the store is gone.
         """
-        here = _Statement(tuple(ranks), self._held[tuple(ranks)], what)
-        self._held[here.ranks] += 1
+        together = tuple(sorted(ranks))
+        here = _Statement(together, self._held[together], what)
+        self._held[together] += 1
         try:
             verdict = self._confer(here, detail, self._limit_s if limit_s is None else limit_s)
             if verdict != _AGREED:
