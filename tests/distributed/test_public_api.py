@@ -10,13 +10,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_api as torch_comm  # public in no module
+from torch.torch_version import TorchVersion
 
 from trine.distributed import fsdp
 from trine.distributed.fsdp import comm
 
 RunOnRanks = Callable[..., list[Any]]
+
+pytestmark = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13",
+    reason="our names and signatures are those of torch 2.13; older ones lack some",
+)
 
 # What torch.distributed.fsdp exports for its first engine, the class that wraps modules.
 OF_THE_WRAPPER = {
