@@ -63,3 +63,24 @@ def test_a_buffer_made_in_inference_mode_serves_training() -> None:
     buffer = pool.acquire((4,), torch.float32, CPU)
 
     assert not buffer.is_inference()
+
+
+def test_the_buffer_of_a_large_layer_goes_once_small_ones_take_turns() -> None:
+    pool = BufferPool()
+    large = pool.acquire((64,), torch.float32, CPU)
+    pool.release(large)
+    small = [pool.acquire((16,), torch.float32, CPU) for _ in range(2)]
+
+    for buffer in small:
+        pool.release(buffer)
+
+    assert pool.idle_nbytes == 2 * 64
+
+
+def test_idle_buffers_can_be_freed_at_once() -> None:
+    pool = BufferPool()
+    pool.release(pool.acquire((16,), torch.float32, CPU))
+
+    pool.free_idle()
+
+    assert pool.idle_nbytes == 0

@@ -465,3 +465,21 @@ def test_reshard_all_frees_every_unit(grads_wanted: bool) -> None:
     tree.schedule.reshard_all()
 
     assert [unit.calls for unit in (tree.root, *tree.blocks)] == [["reshard"]] * 3
+
+
+def test_idle_memory_is_freed_where_forward_turns_into_backward_and_at_the_end() -> None:
+    root = FakeUnit("root", [])
+    schedule = Schedule()
+    schedule.add(root, UnitSettings(), is_root=True)
+    freed: list[Phase] = []
+    schedule.free_idle = lambda: freed.append(schedule.phase_of(root))
+
+    schedule.begin_forward()
+    schedule.pre_forward(root)
+    schedule.post_forward(root, grads_wanted=True)
+    schedule.end_forward()
+    schedule.pre_backward(root)
+    schedule.post_backward(root)
+    schedule.end_backward()
+
+    assert freed == [Phase.AWAITS_BACKWARD, Phase.IDLE]

@@ -35,14 +35,15 @@ class BufferPool:
     take turns on the same buffers. What does not fit the bound is freed, oldest first.
 
     Args:
-        keep_nbytes: how many bytes of idle buffers to keep; None for twice the largest
-            buffer asked for so far, which lets gathering and reducing of equal layers
-            overlap without a fresh allocation.
+        keep_nbytes: how many bytes of idle buffers to keep; None for twice the larger of the
+            last two that were returned, which lets gathering and reducing of equal layers
+            overlap without a fresh allocation, and does not keep the one of a large layer
+            for all of the small ones that follow.
     """
 
     def __init__(self, keep_nbytes: int | None = None) -> None:
         self._keep_nbytes = keep_nbytes
-        self._largest_nbytes = 0
+        self._last_nbytes = 0
         self._idle: list[_Idle] = []
         self._idle_nbytes = 0
 
@@ -62,9 +63,21 @@ class BufferPool:
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back. The caller must not use it, nor a view of it, afterwards."""
         shape, numel, nbytes = buffer.shape, buffer.numel(), buffer.nbytes
-        self._largest_nbytes = max(self._largest_nbytes, nbytes)
-        keep = 2 * self._largest_nbytes if self._keep_nbytes is None else self._keep_nbytes
+        keep = self._keep_nbytes
+        if keep is None:
+            keep = 2 * max(nbytes, self._last_nbytes)
+        self._last_nbytes = nbytes
         self._idle.append(_Idle(buffer, shape, numel, buffer.dtype, buffer.device, nbytes))
         self._idle_nbytes += nbytes
         while self._idle_nbytes > keep:
             self._idle_nbytes -= self._idle.pop(0).nbytes
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes of the buffers that nobody has borrowed."""
+        return self._idle_nbytes
+
+    def free_idle(self) -> None:
+        """Free what nobody has borrowed."""
+        self._idle.clear()
+        self._idle_nbytes = 0

@@ -36,6 +36,9 @@ from trine.distributed.process_groups import BorrowedGroup
 __all__ = ["GradReducer", "ReduceSettings"]
 
 
+_KEPT_NBYTES = 64 * 2**10  # of gradients, for the next step
+
+
 @dataclass
 class ReduceSettings:
     """What a user sets for the reductions of one module; shared by its groups.
@@ -284,8 +287,9 @@ class GradReducer:
         if plan.grads is not None and unset and plan.grads.is_free():
             return plan.grads
         grads = ShardedGrads(plan.params, plan.layout, self._host)
-        if unset:
-            plan.grads = grads
+        # Not a large one: it would take memory all through forward and backward, and next to
+        # what is computed with it the making of DTensors is cheap.
+        plan.grads = grads if unset and grads.flat.nbytes <= _KEPT_NBYTES else None
         return grads
 
     def drop(self) -> None:

@@ -42,7 +42,7 @@ def share_buffers(states: Sequence[FSDPState]) -> None:
     """Let several roots take turns on one pool of communication buffers."""
     pool = BufferPool()
     for state in states:
-        schedule_of(state)
+        schedule_of(state).free_idle = pool.free_idle
     for state in states:
         for _, module in _modules_below(state):
             below = state_of(module)
@@ -88,6 +88,7 @@ def _initialize(root: FSDPState) -> Schedule:
             group.use_pool(pool)
             schedule.add(group, state.settings, is_root=state is root, parts=len(state.modules))
     settings = [state.reduce_settings for _, state in below]
+    schedule.free_idle = pool.free_idle
     schedule.after_backward = partial(_check_finite, settings, root.axes)
     return schedule
 

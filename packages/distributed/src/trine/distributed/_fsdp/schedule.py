@@ -138,6 +138,8 @@ class Schedule:
         in_backward: whether a backward is running.
         is_last_backward: whether the end of backward waits for the reductions; if not,
             those of the next one do.
+        free_idle: called when a forward or a backward has ended. Memory is scarcest where
+            the one turns into the other, and what units took turns on is idle there.
         after_backward: called when a backward has ended and all is as it should be.
     """
 
@@ -151,6 +153,7 @@ class Schedule:
         self._reducing: list[_Record] = []
         self.in_backward = False
         self.is_last_backward = True
+        self.free_idle: Callable[[], None] = lambda: None
         self.after_backward: Callable[[], None] | None = None
         self._keep_whole = False
         self._task = 0
@@ -250,6 +253,7 @@ class Schedule:
         for record in self._records.values():
             if record.phase is Phase.FORWARD and record.parts > 1:
                 self._end_forward_of(record)
+        self.free_idle()
 
     def _end_forward_of(self, record: _Record) -> None:
         if record.grads_wanted:
@@ -362,6 +366,7 @@ class Schedule:
                 record.unit.reshard()  # gathered ahead for nothing, or for a second backward
             self._enter(record, Phase.IDLE)
         self.in_backward = False
+        self.free_idle()
         if self.after_backward is not None:
             self.after_backward()
 
