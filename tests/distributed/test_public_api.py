@@ -20,9 +20,9 @@ from trine.distributed.fsdp import comm
 
 RunOnRanks = Callable[..., list[Any]]
 
-pytestmark = pytest.mark.skipif(
+has_all_of_it = pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.13",
-    reason="our names and signatures are those of torch 2.13; older ones lack some",
+    reason=f"ours is the API of torch 2.13; torch {torch.__version__} has less of it",
 )
 
 # What torch.distributed.fsdp exports for its first engine, the class that wraps modules.
@@ -77,11 +77,19 @@ def parameters_of(function: Callable[..., Any], name: str) -> list[tuple[str, st
     return found
 
 
+@has_all_of_it
 def test_every_name_of_the_functional_api_is_there_and_no_other_without_a_reason() -> None:
     assert set(fsdp.__all__) == {*FUNCTIONAL, *ADDED_NAMES}
 
 
-@pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("fully_shard", marks=has_all_of_it),
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+    ],
+)
 def test_functions_take_what_torchs_take(name: str) -> None:
     ours, theirs = getattr(fsdp, name), getattr(torch_fsdp, name)
 
@@ -95,6 +103,7 @@ def test_methods_of_a_sharded_module_take_what_torchs_take(name: str) -> None:
     assert parameters_of(ours, name) == parameters_of(theirs, name)
 
 
+@has_all_of_it
 def test_a_sharded_module_has_no_other_public_methods_without_a_reason() -> None:
     ours = {name for name in vars(fsdp.FSDPModule) if not name.startswith("_")}
 
@@ -103,7 +112,12 @@ def test_a_sharded_module_has_no_other_public_methods_without_a_reason() -> None
 
 @pytest.mark.parametrize(
     "name",
-    ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"],
+    [
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "CPUOffloadPolicy",
+        pytest.param("DataParallelMeshDims", marks=has_all_of_it),
+    ],
 )
 def test_policies_have_the_fields_the_defaults_and_the_order_of_torchs(name: str) -> None:
     ours, theirs = getattr(fsdp, name), getattr(torch_fsdp, name)
