@@ -16,15 +16,12 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not re-export it
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import (
-    FSDPMeshInfo,
-    HSDPMeshInfo,
-    ShardPlacementResult,
-)
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -35,6 +32,15 @@ from trine.distributed.fsdp import DataParallelMeshDims, FSDPModule, ShardPlacem
 from trine.distributed.fsdp.comm import ReduceScatter
 
 RunOnRanks = Callable[..., list[Any]]
+
+needs_torchs_dims = pytest.mark.skipif(
+    not hasattr(torch_fsdp, "DataParallelMeshDims"),
+    reason=f"torch {torch.__version__} has no DataParallelMeshDims of its own",
+)
+needs_torchs_placements = pytest.mark.skipif(
+    not hasattr(torch_common, "ShardPlacementResult"),
+    reason=f"torch {torch.__version__} has no ShardPlacementResult of its own",
+)
 
 # fp32: gradients of order 1, sums of a few dozen terms in another order.
 FP32 = 2e-6
@@ -544,8 +550,10 @@ def train_with_torchs_objects() -> None:
 
     def place(param: nn.Parameter) -> Any:
         if param.dim() == 1:
-            return ShardPlacementResult(None, pairs)
-        return ShardPlacementResult(Shard(1), columns) if param.shape[0] == 10 else None
+            return torch_common.ShardPlacementResult(None, pairs)
+        return (
+            torch_common.ShardPlacementResult(Shard(1), columns) if param.shape[0] == 10 else None
+        )
 
     model = shard_all(
         copy.deepcopy(reference),
@@ -572,10 +580,13 @@ def train_with_torchs_objects() -> None:
         assert_same_gradients(model, reference)
 
 
+@needs_torchs_dims
+@needs_torchs_placements
 def test_torchs_own_objects_are_taken_for_ours(run_on_ranks: RunOnRanks) -> None:
     run_on_ranks(train_with_torchs_objects, 4)
 
 
+@needs_torchs_dims
 def test_every_field_of_torchs_objects_is_taken() -> None:
     precision: tuple[Any, ...] = (torch.bfloat16, torch.float32, torch.float16, False)
 
@@ -590,6 +601,7 @@ def test_every_field_of_torchs_objects_is_taken() -> None:
     assert dims == DataParallelMeshDims(shard=("a", "b"), replicate="c")
 
 
+@needs_torchs_placements
 @pytest.mark.usefixtures("one_rank")
 def test_torchs_mesh_of_axes_without_names_must_name_them_unless_the_last_is_sharded() -> None:
     mesh = init_device_mesh("cpu", (1, 1))
@@ -597,8 +609,8 @@ def test_torchs_mesh_of_axes_without_names_must_name_them_unless_the_last_is_sha
     first = HSDPMeshInfo(mesh, shard_mesh_dim=0, replicate_mesh_dim=1)
 
     def shard_over(info: FSDPMeshInfo) -> None:
-        options: Any = {"shard_placement_fn": lambda param: ShardPlacementResult(None, info)}
-        fully_shard(nn.Linear(2, 2), **options)
+        placed: Any = torch_common.ShardPlacementResult(None, info)
+        fully_shard(nn.Linear(2, 2), shard_placement_fn=lambda param: placed)
 
     shard_over(last)
     with pytest.raises(ValueError, match=r"without names for weight, to be sharded over axis 0 "):

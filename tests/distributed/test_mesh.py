@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trine.distributed import destroy_process_group, init_mesh, init_process_group
@@ -86,15 +84,3 @@ def test_a_subgroup_is_of_neighbours_on_the_shard_axis_and_made_once(
 
     assert dist.get_process_group_ranks(subgroup) == neighbours
     assert MeshAxes.of(mesh).shard_subgroup(2) is subgroup
-
-
-@pytest.mark.skipif(
-    not hasattr(torch_fsdp, "DataParallelMeshDims"), reason="this torch has no DataParallelMeshDims"
-)
-def test_dims_of_torchs_own_class_name_axes_too() -> None:
-    mesh = init_mesh({"replicate": 1, "tp": 1, "shard": 1})
-
-    dims = torch_fsdp.DataParallelMeshDims(shard="shard", replicate="tp")
-    axes = MeshAxes.of(mesh, dims)  # type: ignore[arg-type]  # accepted beside ours
-
-    assert axes.placements(0) == [Replicate(), Replicate(), Shard(0)]

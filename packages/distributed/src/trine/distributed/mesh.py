@@ -166,9 +166,6 @@ class MeshAxes:
     @classmethod
     def of(cls, mesh: DeviceMesh, dims: DataParallelMeshDims | None = None) -> MeshAxes:
         """The axes of `mesh`, made once: axes taken as one need process groups of their own."""
-        if dims is not None:
-            # Torch's own has the same fields, but cannot be a key.
-            dims = DataParallelMeshDims(dims.shard, dims.replicate)
         # By identity, since meshes that are equal may belong to different worlds; what is
         # kept holds its mesh, so the identity is not given to another.
         kept = _axes_with_groups.get((id(mesh), dims))
