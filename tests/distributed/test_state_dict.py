@@ -152,6 +152,29 @@ def test_a_whole_state_dict_loads_also_where_parameters_swap_their_contents(
     run_on_ranks(load_whole, 2, {"fsdp": 2}, True)
 
 
+def assign_between_steps() -> None:
+    model, reference = sharded({"fsdp": 3}), Odd()
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=0.1, foreach=False) for each in (model, reference)
+    ]
+    for each, optimizer in zip((model, reference), optimizers, strict=True):
+        train(each, optimizer)
+        # Whole, the values go into the parameters: these keep their optimizer.
+        each.load_state_dict(Odd(seed=1).state_dict(), assign=each is model)
+
+        train(each, optimizer)
+
+    trained = optimizers[0].param_groups[0]["params"]
+    assert list(map(id, trained)) == list(map(id, model.parameters()))
+    assert_close(whole(model.state_dict()), reference.state_dict())
+
+
+def test_an_optimizer_follows_parameters_that_loading_has_replaced_with_its_state(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(assign_between_steps, 3)
+
+
 def load_while_whole() -> None:
     model = sharded({"fsdp": 2})
     model.unshard()  # type: ignore[operator]  # an FSDPModule

@@ -243,6 +243,8 @@ class ShardedParam:
                     f"{self._global_shape} sharded like the one before. Replace "
                     "parameters before fully_shard, or load values into them in place."
                 )
+            # For an optimizer that was made before load_state_dict(assign=True), say.
+            note_successor(self.sharded, self)
             self._set_sharded(found)
             self.show_sharded()
         else:

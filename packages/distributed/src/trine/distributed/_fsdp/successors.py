@@ -13,6 +13,7 @@ import weakref
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -82,6 +83,7 @@ def _rebind(optimizer: Optimizer, *_: Any) -> None:
     _checked[optimizer] = _noted
     rebound: list[str] = []
     stale: list[str] = []
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     for group in optimizer.param_groups:
         params = group["params"]
         for position, param in enumerate(params):
@@ -89,7 +91,13 @@ def _rebind(optimizer: Optimizer, *_: Any) -> None:
             if found is None:
                 continue
             new, name = found
-            if optimizer.state.get(param):
+            if _sharded_alike(param, new):
+                # Exchanged since, as by load_state_dict(assign=True): its state still fits.
+                if id(new) not in held:
+                    params[position] = new
+                    if param in optimizer.state:
+                        optimizer.state[new] = optimizer.state.pop(param)
+            elif optimizer.state.get(param):
                 stale.append(name)
             else:
                 params[position] = new
@@ -109,6 +117,15 @@ def _rebind(optimizer: Optimizer, *_: Any) -> None:
             "optimizer after fully_shard.",
             stacklevel=3,
         )
+
+
+def _sharded_alike(old: Tensor, new: Tensor) -> bool:
+    return (
+        isinstance(old, DTensor)
+        and isinstance(new, DTensor)
+        and old.device_mesh == new.device_mesh
+        and old.placements == new.placements
+    )
 
 
 def _listed(names: list[str]) -> str:
