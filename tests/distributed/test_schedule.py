@@ -263,12 +263,12 @@ def test_a_reduction_overlaps_the_next_backward_and_no_more_than_one_is_open() -
     journal = [e for e in tree.journal if e.endswith(("reduce_grads", "finish_reduce"))]
     assert journal == [
         "c.reduce_grads",
+        "c.finish_reduce",  # after the backward of b
         "b.reduce_grads",
-        "c.finish_reduce",
-        "a.reduce_grads",
         "b.finish_reduce",
-        "root.reduce_grads",
+        "a.reduce_grads",
         "a.finish_reduce",
+        "root.reduce_grads",
         "root.finish_reduce",
     ]
 
@@ -285,14 +285,14 @@ def test_a_reduction_of_two_collectives_goes_on_as_later_ones_start() -> None:
     journal = [e for e in tree.journal if e.endswith(("reduce_grads", "finish_reduce"))]
     assert journal == [
         "c.reduce_grads",
-        "b.reduce_grads",
         "c.finish_reduce",  # its first collective is over, the second starts
-        "a.reduce_grads",
+        "b.reduce_grads",
         "c.finish_reduce",
         "b.finish_reduce",
-        "root.reduce_grads",
+        "a.reduce_grads",
         "b.finish_reduce",
         "a.finish_reduce",
+        "root.reduce_grads",
         "a.finish_reduce",
         "root.finish_reduce",
         "root.finish_reduce",

@@ -488,7 +488,6 @@ def copies_that_wait_for_no_stream(patch: pytest.MonkeyPatch, device: RecordingD
 
 Plant = Callable[[pytest.MonkeyPatch, RecordingDevice], None]
 FAULTS: list[tuple[Plant, str, str, str]] = [
-    (pool_that_gives_back_at_once, "shard", "on the device", "reduce_scatter"),
     (copy_out_before_the_wait, "shard", "on the device", "all_gather"),
     (gradients_before_the_reduction_ends, "shard", "on the device", "reduce_scatter"),
     (gather_without_the_event_of_the_copy, "shard", "on the host", "copy to device"),
@@ -527,6 +526,19 @@ def test_a_gather_buffer_that_is_given_back_at_once_is_found_out(
     program.train()
 
     assert any("reads what 'all_gather" in race for race in device.model.races)
+
+
+def test_a_buffer_of_gradients_that_is_given_back_at_once_is_found_out(
+    device: RecordingDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = Program(device)
+    # One at a time is summed up before the next reduction takes its buffer.
+    program.root.set_reduce_scatter_max_input_buffers(2)
+    pool_that_gives_back_at_once(monkeypatch, device)
+
+    program.train()
+
+    assert any("reduce_scatter" in race for race in device.model.races)
 
 
 def test_shards_that_are_written_to_before_they_are_copied_are_found_out(

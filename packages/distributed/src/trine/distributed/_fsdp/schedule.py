@@ -329,12 +329,13 @@ class Schedule:
             return
         while record in self._reducing:
             self._advance(record)
+        # Those before had this unit's whole backward to arrive; now their buffers can serve
+        # this one. A reduction over copies takes two collectives: it is taken one further for
+        # each that is started after it.
+        for earlier in self._reducing[: max(len(self._reducing) + 1 - self.open_reductions, 0)]:
+            self._advance(earlier)
         unit.reduce_grads()
         self._reducing.append(record)
-        # A reduction over copies takes two collectives: it is taken one further for each
-        # that is started after it.
-        for earlier in self._reducing[: -self.open_reductions]:
-            self._advance(earlier)
 
     def _free(self, record: _Record) -> None:
         if record.phase is Phase.AWAITS_BACKWARD and record.settings.gathers_in_backward:
