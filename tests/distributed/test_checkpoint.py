@@ -484,6 +484,7 @@ def load_damaged(path: str, name: str, damage: str) -> str:
     dist.barrier()
     if dist.get_rank() == 0:
         file.write_bytes(good)
+    dist.barrier()
     return str(refused.value)
 
 
