@@ -36,7 +36,7 @@ from trine.distributed.process_groups import BorrowedGroup
 __all__ = ["GradReducer", "ReduceSettings"]
 
 
-_KEPT_NBYTES = 64 * 2**10  # of gradients, for the next step
+_KEPT_NBYTES = 16 * 2**10  # of gradients, for the next step
 
 
 @dataclass
