@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore  # torch.distributed does not re-export it
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from trine.distributed.fsdp import (
     DataParallelMeshDims,
@@ -28,9 +28,29 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_module_without_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="got a Tanh, which has no parameters to shard"):
-        fully_shard(nn.Tanh())
+def test_a_module_without_parameters_computes_as_before() -> None:
+    # Programs go over all layers, some of which only compute.
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    torch.manual_seed(0)
+    x = torch.randn(4, 2)
+    expected = layers(x).square().mean()
+    expected.backward()
+    gradients = [param.grad for param in layers.parameters()]
+    layers.zero_grad()
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(layers)
+
+    loss = layers(x).square().mean()
+    loss.backward()
+
+    assert loss.item() == expected.item()
+    for param, gradient in zip(layers.parameters(), gradients, strict=True):
+        assert isinstance(param.grad, DTensor)
+        assert gradient is not None
+        torch.testing.assert_close(param.grad.full_tensor(), gradient, rtol=0, atol=0)
+    assert layers[1].unshard() is None
+    layers[1].reshard()
 
 
 def test_something_that_is_no_module_is_refused() -> None:

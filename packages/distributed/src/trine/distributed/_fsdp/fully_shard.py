@@ -86,7 +86,7 @@ def fully_shard(
         `module` itself.
 
     Raises:
-        ValueError: if a module is sharded already, has no parameters, or shares one with a
+        ValueError: if a module is sharded already, or shares a parameter with a
             module that another call has sharded; if a parameter is distributed already over
             the ranks that it would be cut over.
         TypeError: for an argument of another type, naming it.

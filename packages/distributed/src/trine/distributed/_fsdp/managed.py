@@ -37,15 +37,9 @@ def managed_params(
         ignored: parameters to leave as they are.
 
     Raises:
-        ValueError: if the module has no parameters, or one of them is owned by another call,
-            or shared with a module that has been sharded by one.
+        ValueError: if one of them is owned by another call, or shared with a module that has
+            been sharded by one.
     """
-    for module in modules:
-        if next(module.parameters(), None) is None:
-            raise ValueError(
-                f"fully_shard got a {type(module).__name__}, which has no parameters to shard. "
-                "Call it on the modules that have some, and on their parent."
-            )
     skipped = {id(param) for param in ignored}
     found: dict[int, ManagedParam] = {}
     for prefix, owner in _unmanaged_modules(modules):
