@@ -49,8 +49,10 @@ def test_a_module_without_parameters_computes_as_before() -> None:
         assert isinstance(param.grad, DTensor)
         assert gradient is not None
         torch.testing.assert_close(param.grad.full_tensor(), gradient, rtol=0, atol=0)
-    assert layers[1].unshard() is None
-    layers[1].reshard()
+    tanh = layers[1]
+    assert isinstance(tanh, FSDPModule)
+    tanh.unshard()
+    tanh.reshard()
 
 
 def test_something_that_is_no_module_is_refused() -> None:
