@@ -29,6 +29,7 @@ from torch.utils.dlpack import from_dlpack
 
 from trine.distributed._fsdp.distribution import Distribution
 from trine.distributed._fsdp.layout import ShardLayout
+from trine.distributed._fsdp.optimizer_steps import StepCount
 from trine.distributed._fsdp.successors import note_owner, note_successor
 from trine.distributed._fsdp.torch_internals import (
     copy_grad_hooks,
@@ -104,6 +105,7 @@ class ShardedParam:
         sharded: what the user sees. Put into the slots by `show_sharded`.
         local: this rank's rows, once bound in the group's buffer.
         unsharded: what the module computes with; None until `bind`.
+        steps: how often it may have been optimized.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class ShardedParam:
         copy_grad_hooks(param, self.sharded)
         self.unsharded: nn.Parameter | None = None
         self._shown_trainable = param.requires_grad
+        self.steps = StepCount()
         self._linked = True
         self._kept_grad: Tensor | None = None
 
@@ -310,10 +313,6 @@ class ShardedParam:
         if unsharded.requires_grad is not requires_grad:
             unsharded.requires_grad_(requires_grad)
         self._shown_trainable = requires_grad
-
-    def watched(self) -> tuple[Tensor, Tensor]:
-        """The tensors by which a user can write to the parameter in place."""
-        return self.sharded, local_tensor(self._dtensor)
 
     def keep_grad(self, dtype: torch.dtype) -> None:
         """Put the gradient aside in `dtype` until a later backward reduces it."""

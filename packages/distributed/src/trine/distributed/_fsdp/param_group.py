@@ -16,7 +16,6 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trine.core import tracing
 from trine.core.devices import Event
@@ -27,6 +26,7 @@ from trine.distributed._fsdp.labels import transfers_for
 from trine.distributed._fsdp.layout import GroupLayout
 from trine.distributed._fsdp.modes import without_grad
 from trine.distributed._fsdp.offload import HostMemory
+from trine.distributed._fsdp.optimizer_steps import StepCount, count_optimizer_steps
 from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
@@ -35,7 +35,7 @@ from trine.distributed._fsdp.torch_internals import backward_running, put_parame
 from trine.distributed._fsdp.transfers import Transfer
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["ParamGroup", "optimizer_steps", "refuse_meta"]
+__all__ = ["ParamGroup", "refuse_meta"]
 
 
 class _Storage(Enum):
@@ -52,29 +52,6 @@ class _Gather:
     pending: Pending
     out: Tensor | None  # None: it arrives in place
     recalled: bool  # for backward, after a forward
-
-
-class _OptimizerSteps:
-    """Counts optimizer steps in this process: after one, gathered parameters are old."""
-
-    count = 0
-    _registered = False
-
-    @classmethod
-    def watch(cls) -> None:
-        """Start to count, once."""
-        if not cls._registered:
-            cls._registered = True
-            register_optimizer_step_post_hook(cls._stepped)
-
-    @classmethod
-    def _stepped(cls, *_: object) -> None:
-        cls.count += 1
-
-
-def optimizer_steps() -> int:
-    """How many optimizer steps this process has made since it sharded its first module."""
-    return _OptimizerSteps.count
 
 
 class ParamGroup:
@@ -122,8 +99,10 @@ class ParamGroup:
         )
         self._gathered_at = (-1, -1)
         self._flat: Tensor | None = None
-        _OptimizerSteps.watch()
+        self._steps = StepCount()
+        count_optimizer_steps()
         for param in self.params:
+            param.steps = self._steps
             param.show_sharded()
         if not any(param.local.is_meta for param in self.params):
             self._allocate()
@@ -175,7 +154,7 @@ class ParamGroup:
             if param.unsharded is not None
             for at in param.places(param.unsharded)
         ]
-        self._watched = [tensor for param in self.params for tensor in param.watched()]
+        self._watched = [param.sharded for param in self.params]
         self._whole_flat = whole
         self._whole = whole.untyped_storage()
         self._whole_nbytes = self._whole.nbytes()
@@ -269,7 +248,9 @@ class ParamGroup:
     def unshard(self) -> None:
         """Start to gather the parameters."""
         if self._holds is not _Storage.EMPTY:
-            if self._holds is _Storage.FILLING or self._gathered_at == self._now():
+            # Backward computes with what forward did.
+            whole_enough = self._holds is _Storage.FILLING or backward_running() != -1
+            if whole_enough or self._gathered_at == self._now():
                 return
             self.reshard()
         moved = self._flat is None or any(param.moved for param in self.params)
@@ -328,12 +309,13 @@ class ParamGroup:
         return _Gather(transfer, pending, None, recalled)
 
     def _now(self) -> tuple[int, int]:
-        """Changes when the shards do: by an optimizer, or by hand and in place.
+        """Changes when an optimizer or the user changes the shards, on all ranks alike.
 
         Fused and foreach optimizers write past the counters of the tensors, so steps are
-        counted too.
+        counted too. What is written to the plain tensor inside of a parameter does not count,
+        since a program may leave it out where a rank holds no rows.
         """
-        return _OptimizerSteps.count, versions_of(self._watched)
+        return self._steps.count, versions_of(self._watched)
 
     @without_grad
     def wait_for_unshard(self) -> None:

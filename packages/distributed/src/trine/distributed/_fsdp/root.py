@@ -15,7 +15,8 @@ from torch import nn
 from trine.distributed._fsdp.agreement import agree_on_layout
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.finite import raise_if_not_finite
-from trine.distributed._fsdp.param_group import optimizer_steps, refuse_meta
+from trine.distributed._fsdp.optimizer_steps import optimizer_steps
+from trine.distributed._fsdp.param_group import refuse_meta
 from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import Schedule
 from trine.distributed._fsdp.state import FSDPState, state_of
