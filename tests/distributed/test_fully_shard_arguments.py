@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import ceil
+from math import ceil, inf, nan
 from typing import Any
 
 import pytest
@@ -536,6 +536,69 @@ def test_what_a_sharded_module_cannot_use_is_refused_by_its_methods() -> None:
         model.set_custom_all_gather(dist.all_gather)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"class made from ReduceScatter .* got <class"):
         model.set_custom_reduce_scatter(ReduceScatter)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^factor must be a number, got 'a' \(str\)"):
+        model.set_gradient_divide_factor("a")  # type: ignore[arg-type]
+    for factor in (0.0, -1.0, inf, nan):
+        with pytest.raises(ValueError, match="must be positive and finite, got"):
+            model.set_reduce_scatter_divide_factor(factor)
+    for prefetch in (
+        model.set_modules_to_forward_prefetch,
+        model.set_modules_to_backward_prefetch,
+    ):
+        with pytest.raises(TypeError, match=r"got a FSDPLinear\. For one module: \[module\]"):
+            prefetch(model)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="got a str"):
+            prefetch("model")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="gathered ahead, got a Linear"):
+            prefetch([nn.Linear(2, 2)])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"^hook must be a function of one tensor or None, got 3"):
+        model.set_all_reduce_hook(3)  # type: ignore[arg-type]
+    model.set_all_reduce_hook(None)
+    for number in ("2", 2.0, True):
+        with pytest.raises(TypeError, match="max_input_buffers must be a whole number"):
+            model.set_reduce_scatter_max_input_buffers(number)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "switch",
+    [
+        "set_allocate_memory_from_process_group_for_comm",
+        "set_check_finite_gradients",
+        "set_force_sum_reduction_for_comms",
+        "set_is_last_backward",
+        "set_reduce_scatter_unused_params",
+        "set_requires_all_reduce",
+        "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+        "set_separate_reduce_scatter_group",
+        "set_unshard_in_backward",
+        "unshard",
+    ],
+)
+def test_a_switch_takes_what_python_takes_for_a_bool_and_nothing_else(switch: str) -> None:
+    call = getattr(fully_shard(nn.Linear(2, 2)), switch)
+
+    for wrong in ("False", None, (), nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match=r"^\w+ must be True or False, got"):
+            call(wrong)
+    for right in (False, 0, torch.tensor(False)):
+        call(right)
+
+
+def test_one_set_of_ignored_parameters_serves_all_calls(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(ignore_by_one_set, 2)
+
+
+def ignore_by_one_set() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    ignored = {param for name, param in model.named_parameters() if name.endswith("bias")}
+
+    for layer in model:
+        fully_shard(layer, ignored_params=ignored)
+
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor) == name.endswith("weight")
 
 
 # --- torch's own objects -----------------------------------------------------------------

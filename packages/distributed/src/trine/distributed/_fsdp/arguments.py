@@ -1,4 +1,4 @@
-"""The arguments of `fully_shard`: checked by type, and torch's own objects made ours.
+"""The arguments of `fully_shard` and of methods: checked by type, torch's objects made ours.
 
 The engine does not import torch's FSDP. An object of it is known by the name of its class and
 the package that made it, and is taken apart by its fields.
@@ -25,8 +25,11 @@ from trine.distributed.mesh import DataParallelMeshDims, MeshAxes
 
 __all__ = [
     "as_dims",
+    "as_flag",
+    "as_hook",
     "as_ignored",
     "as_mesh",
+    "as_number",
     "as_offload_policy",
     "as_placement",
     "as_placement_fn",
@@ -93,6 +96,32 @@ def as_ignored(given: object) -> set[nn.Parameter]:
                 "themselves, such as {model.head.bias}."
             )
     return set(given)
+
+
+def as_flag(given: object, name: str) -> bool:
+    """What a switch is set to: a bool, or what Python takes for one, such as a number."""
+    # None and strings would pass for a decision that nobody made.
+    if given is None or not hasattr(given, "__bool__"):
+        raise TypeError(f"{name} must be True or False, got {_described(given)}.")
+    return bool(given)
+
+
+def as_number(given: object, name: str) -> float:
+    """A number, also one that is written out, such as "inf"."""
+    try:
+        return float(given)  # type: ignore[arg-type]  # raises for what is no number
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a number, got {_described(given)}.") from None
+
+
+def as_hook(given: object, name: str) -> Callable[[Tensor], None] | None:
+    """What is called with reduced gradients; None for nothing."""
+    if given is None or (callable(given) and not isinstance(given, type)):
+        return given
+    raise TypeError(
+        f"{name} must be a function of one tensor or None, got {_described(given)}. For example "
+        "lambda grads: grads.clamp_(-1, 1)."
+    )
 
 
 def as_reshard(given: object, sizes: Mapping[int, str]) -> tuple[bool | None, int | None]:

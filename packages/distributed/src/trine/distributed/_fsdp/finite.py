@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trine.core import tracing
 from trine.distributed._fsdp.errors import NonFiniteGradient, rank_list
-from trine.distributed._fsdp.labels import check_label, debugging
+from trine.distributed._fsdp.labels import all_reduce
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed.mesh import MeshAxes
 
@@ -61,6 +61,7 @@ def raise_if_not_finite(checks: Iterable[FiniteCheck], axes: MeshAxes, steps: in
 
     Raises:
         NonFiniteGradient: on every rank, naming the first such parameter and whose it was.
+        CommError: if another rank has gone.
     """
     noted = sorted((each for check in checks for each in check.take()), key=lambda each: each[0])
     if not noted:
@@ -73,9 +74,7 @@ def raise_if_not_finite(checks: Iterable[FiniteCheck], axes: MeshAxes, steps: in
     firsts = torch.full((dist.get_world_size(),), none, device=device)
     firsts[dist.get_rank()] = torch.where(finite, none, places).min()
     for group in _groups(axes, params):
-        if debugging():
-            check_label(group, "all_reduce of what is not finite", firsts)
-        dist.all_reduce(firsts, op=dist.ReduceOp.MIN, group=group)
+        all_reduce("what is not finite", firsts, dist.ReduceOp.MIN, group)
     by_rank = dict(enumerate(firsts.tolist()))
     first = min(by_rank.values())
     if first == none:

@@ -75,7 +75,8 @@ def fully_shard(
         mp_policy: dtypes of computation, reduction and output; None for the parameters' own.
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and so the optimizer's
             state in host memory; on a mesh of CPUs they are there already.
-        ignored_params: left as they are: not sharded, not gathered, not reduced.
+        ignored_params: left as they are: not sharded, not gathered, not reduced. One set may
+            serve all calls: those that are not in the module are passed over.
         dp_mesh_dims: which axes of `mesh` to shard and replicate over, by name. Parameters
             may be DTensors over the whole of `mesh`, replicated along these axes.
 

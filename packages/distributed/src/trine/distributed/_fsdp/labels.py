@@ -15,9 +15,16 @@ from torch import Tensor
 
 from trine.distributed._fsdp.collectives import Comm
 from trine.distributed._fsdp.meeting import meetings
-from trine.distributed._fsdp.transfers import Transfers
+from trine.distributed._fsdp.transfers import Transfers, guarded
 
-__all__ = ["CheckedTransfers", "check_label", "debug_limit_s", "debugging", "transfers_for"]
+__all__ = [
+    "CheckedTransfers",
+    "all_reduce",
+    "check_label",
+    "debug_limit_s",
+    "debugging",
+    "transfers_for",
+]
 
 T = TypeVar("T")
 
@@ -85,6 +92,31 @@ class CheckedTransfers(Transfers):
         if group is not None:
             check_label(group, f"{what} of {self.unit}", buffer)
         return super().start(what, buffer, call, group)
+
+
+def all_reduce(
+    what: str, tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
+    """All-reduce a small tensor that belongs to no unit, such as a norm; waits for it.
+
+    Args:
+        what: it is, for messages.
+        tensor: changed in place.
+        op: how to reduce.
+        group: the ranks.
+
+    Raises:
+        CommError: if another rank has gone, or does not come.
+        RanksDisagree: on every rank, while debugging, if one is about to do something else.
+    """
+    if debugging():
+        check_label(group, f"all_reduce of {what}", tensor)
+    guarded(
+        f"all_reduce of {what}",
+        dist.get_rank(),
+        dist.get_world_size(),
+        lambda: dist.all_reduce(tensor, op=op, group=group),
+    )
 
 
 def check_label(group: dist.ProcessGroup, what: str, buffer: Tensor) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from trine.distributed._fsdp.arguments import as_flag, as_hook, as_number
 from trine.distributed._fsdp.custom_comm import AllGather, ReduceScatter, check_custom
 from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.param_group import ParamGroup
@@ -50,6 +52,7 @@ class FSDPModule:
         Returns:
             A handle if `async_op`, else None.
         """
+        async_op = as_flag(async_op, "async_op")
         state = _state(self)
         schedule_of(state)
         for group in state.groups:
@@ -71,7 +74,8 @@ class FSDPModule:
         With False some gradients may be handed out only by a later backward, which lets
         them overlap the next micro-batch. Set it back to True before the last one.
         """
-        schedule_of(_state(self)).is_last_backward = is_last_backward
+        last = as_flag(is_last_backward, "is_last_backward")
+        schedule_of(_state(self)).is_last_backward = last
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose whether parameters are freed after forward; see `fully_shard`.
@@ -99,15 +103,17 @@ class FSDPModule:
         Without it they stay whole, and in view, until `reshard` or the first forward after
         an optimizer step. Gradients of gradients need that.
         """
+        reshards = as_flag(reshard_after_backward, "reshard_after_backward")
         for state in _states(self, recurse):
-            state.settings.reshard_after_backward = reshard_after_backward
+            state.settings.reshard_after_backward = reshards
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose whether this module's parameters are gathered for its backward.
 
         Where backward does not read them, as for an embedding, gathering can be saved.
         """
-        _state(self).settings.gathers_in_backward = unshard_in_backward
+        gathers = as_flag(unshard_in_backward, "unshard_in_backward")
+        _state(self).settings.gathers_in_backward = gathers
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Choose what is gathered ahead when this module's forward begins.
@@ -132,27 +138,31 @@ class FSDPModule:
 
         Sums that are not are kept on this rank, sharded, and join the next that is.
         """
+        all_reduces = as_flag(requires_all_reduce, "requires_all_reduce")
         for state in _states(self, recurse):
-            state.reduce_settings.all_reduces = requires_all_reduce
+            state.reduce_settings.all_reduces = all_reduces
 
     def set_all_reduce_hook(
-        self, hook: Callable[[Tensor], None], *, stream: object | None = None
+        self, hook: Callable[[Tensor], None] | None, *, stream: object | None = None
     ) -> None:
         """Call `hook` with each group's reduced gradients before they are handed out.
 
         Args:
             hook: gets a 1-D tensor of this rank's reduced gradients, laid end to end with
-                padding; may change it in place.
+                padding; may change it in place. None takes the last one away.
             stream: accepted for the sake of programs written for torch; the hook runs on
                 the current stream.
         """
-        _state(self).reduce_settings.hook = hook
+        _state(self).reduce_settings.hook = as_hook(hook, "hook")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over all ranks by `factor`, instead of their number."""
-        if not factor > 0:
-            raise ValueError(f"The gradient divide factor must be positive, got {factor!r}.")
-        _state(self).reduce_settings.divide_by = float(factor)
+        divide_by = as_number(factor, "factor")
+        if not 0 < divide_by < math.inf:
+            raise ValueError(
+                f"The gradient divide factor must be positive and finite, got {factor!r}."
+            )
+        _state(self).reduce_settings.divide_by = divide_by
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -163,25 +173,29 @@ class FSDPModule:
 
         For backends and hooks that cannot average. Half types may overflow in the sum.
         """
+        sums = as_flag(enable, "enable")
         for group in _state(self).groups:
-            group.comm.averages = not enable and group.comm.can_average
+            group.comm.averages = not sums and group.comm.can_average
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Accepted, and always so: unused parameters take part in every reduction here."""
+        as_flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """Choose how many reductions may be under way, each of which holds a buffer."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be a whole number, got {max_input_buffers!r}.")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}.")
         schedule_of(_state(self)).open_reductions = max_input_buffers
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused: no backend here lends memory to the engine."""
-        if enable:
+        if as_flag(enable, "enable"):
             raise NotImplementedError(
                 "Memory from the process group needs a backend that lends it (nccl with "
                 f"registered buffers); {_backends(self)} does not. Buffers are reused anyway."
@@ -204,7 +218,7 @@ class FSDPModule:
 
         Every rank must call it alike: it makes process groups.
         """
-        made: dict[ProcessGroup, ProcessGroup] | None = {} if enable else None
+        made: dict[ProcessGroup, ProcessGroup] | None = {} if as_flag(enable, "enable") else None
         for state in _states(self, recurse):
             for group in state.groups:
                 group.reduce_apart(made)
@@ -228,8 +242,9 @@ class FSDPModule:
             enable: whether to check.
             recurse: also for the sharded modules below this one.
         """
+        checks = as_flag(enable, "enable")
         for state in _states(self, recurse):
-            state.reduce_settings.finite = FiniteCheck() if enable else None
+            state.reduce_settings.finite = FiniteCheck() if checks else None
 
     def reset_iter_state(self) -> None:
         """Forget an iteration that broke off: its gradients on this rank, and what is gathered.
@@ -267,8 +282,9 @@ class FSDPModule:
             requires_gradient_sync: True to reduce.
             recurse: also for the sharded modules below this one.
         """
+        reduces = as_flag(requires_gradient_sync, "requires_gradient_sync")
         for state in _states(self, recurse):
-            state.settings.reduces = requires_gradient_sync
+            state.settings.reduces = reduces
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, also of parameters that are whole at the moment.
@@ -299,18 +315,25 @@ def _state(module: FSDPModule) -> FSDPState:
 
 def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
     assert isinstance(module, nn.Module)
-    modules = module.modules() if recurse else [module]
+    modules = module.modules() if as_flag(recurse, "recurse") else [module]
     return [state for each in modules if (state := state_of(each)) is not None]
 
 
-def _units(modules: list[FSDPModule]) -> list[ParamGroup]:
-    for module in modules:
+def _units(modules: object) -> list[ParamGroup]:
+    # A container that is sharded itself would be taken apart.
+    if isinstance(modules, FSDPModule | str) or not isinstance(modules, Iterable):
+        raise TypeError(
+            "modules must be a list of modules that fully_shard was called on, got a "
+            f"{type(modules).__name__}. For one module: [module]."
+        )
+    found = list(modules)
+    for module in found:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"Only modules that fully_shard was called on can be gathered ahead, got a "
                 f"{type(module).__name__}."
             )
-    return [group for module in modules for group in _state(module).groups]
+    return [group for module in found for group in _state(module).groups]
 
 
 def _backends(module: FSDPModule) -> str:

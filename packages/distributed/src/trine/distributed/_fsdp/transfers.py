@@ -15,7 +15,7 @@ from trine.core import tracing
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
 from trine.distributed._fsdp.errors import CommError
 
-__all__ = ["Transfer", "Transfers"]
+__all__ = ["Transfer", "Transfers", "guarded"]
 
 T = TypeVar("T")
 
@@ -77,15 +77,7 @@ class Transfers:
         Raises:
             CommError: naming the operation, the unit and this rank.
         """
-        try:
-            return call()
-        except RuntimeError as error:
-            raise CommError(
-                f"{what} of {self.unit} failed on rank {self.comm.rank} of "
-                f"{self.comm.world_size}: {error}\nUsually another rank raised or was killed; "
-                "look at the first rank that reported an error. If none did, run again with "
-                "TRINE_DEBUG=1: ranks then say what they were about to do."
-            ) from error
+        return guarded(f"{what} of {self.unit}", self.comm.rank, self.comm.world_size, call)
 
     def wait(self, transfer: Transfer, pending: Pending | PendingReduce) -> None:
         """Wait for a collective, and report it if somebody listened when it was started."""
@@ -110,3 +102,25 @@ class Transfers:
                 "dtype": str(transfer.dtype).removeprefix("torch."),
             },
         )
+
+
+def guarded(what: str, rank: int, size: int, call: Callable[[], T]) -> T:
+    """Make a call that may fail because of another rank.
+
+    Args:
+        what: the operation and whose it is, for the message.
+        rank: which of the ranks this one is.
+        size: how many there are.
+        call: starts or ends the operation.
+
+    Raises:
+        CommError: naming the operation and this rank, and where to look.
+    """
+    try:
+        return call()
+    except RuntimeError as error:
+        raise CommError(
+            f"{what} failed on rank {rank} of {size}: {error}\nUsually another rank raised or was "
+            "killed; look at the first rank that reported an error. If none did, run again with "
+            "TRINE_DEBUG=1: ranks then say what they were about to do."
+        ) from error
