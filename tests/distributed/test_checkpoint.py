@@ -580,6 +580,136 @@ def test_a_checkpoint_of_another_model_is_refused_by_full_names(tmp_path: Path) 
         load_checkpoint(tmp_path / "c", empty)
 
 
+class Counter:
+    """What a user may hand over as extra; takes only what `accepts` says."""
+
+    def __init__(self, count: int, accepts: Callable[[Any], bool] = lambda state: True) -> None:
+        self.counts = [count]
+        self.accepts = accepts
+
+    def state_dict(self) -> StateDict:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.counts.clear()  # too early, as code of users does
+        if not self.accepts(state):
+            raise RuntimeError("a count of another kind")
+        self.counts += state["counts"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (
+            {"scheduler": Counter(0)},
+            r"extra\['scheduler'\] .* a dict with the keys 'list', 'sched'",
+        ),
+        ({"sched": {"a": Counter(0)}}, r"extra\['sched'\]\['a'\] .* with the keys 'counts'"),
+        ([Counter(0)], r"extra\[0\] .*in the checkpoint extra, a list of 1 here, is a dict"),
+        ({"list": [Counter(0)]}, r"extra\['list'\]\[0\] .*a list of 1 here, is a list of 2"),
+        ({"sched": Counter(0), "x": ({"y": Counter(1)},)}, r"extra\['x'\]\[0\]\['y'\] was"),
+    ],
+)
+def test_an_extra_that_was_not_saved_is_refused_with_what_was(
+    tmp_path: Path, extra: Any, told: str
+) -> None:
+    model, optimizer = plain()
+    train(model, optimizer)
+    saved = {"sched": Counter(3), "list": [Counter(4), Counter(5)]}
+    save_checkpoint(tmp_path / "c", model, optimizer, extra=saved)
+    other, other_optimizer = plain(seed=1)
+    before = values_of(other, other_optimizer)
+
+    with pytest.raises(CheckpointError, match=told):
+        load_checkpoint(tmp_path / "c", other, other_optimizer, extra=extra)
+
+    assert_same(values_of(other, other_optimizer), before)
+
+
+def test_a_part_of_extra_may_be_left_out_and_plain_data_is_passed_over(tmp_path: Path) -> None:
+    model, _ = plain()
+    save_checkpoint(tmp_path / "c", model, extra={"step": 3, "count": Counter(3), "n": Counter(4)})
+    count = Counter(0)
+
+    loaded = load_checkpoint(tmp_path / "c", model, extra={"new": [1, "x"], "count": count})
+
+    assert count.counts == [3]
+    assert loaded == {"step": 3, "count": {"counts": [3]}, "n": {"counts": [4]}}
+
+
+def load_what_one_rank_refuses(path: str) -> str:
+    model, optimizer = sharded()
+    train(model, optimizer)
+    save_checkpoint(path, model, optimizer, extra={"a": Counter(3), "b": Counter(4)})
+    other, other_optimizer = sharded(seed=1)
+    other_optimizer.param_groups[0]["lr"] = 0.5
+    before = values_of(other, other_optimizer)
+    refuses = dist.get_rank() == 1
+    first, second = Counter(7), Counter(8, lambda state: not refuses or state["counts"] != [4])
+
+    with pytest.raises(CheckpointError, match="nothing was changed") as refused:
+        load_checkpoint(path, other, other_optimizer, extra={"a": first, "b": second})
+
+    assert_same(values_of(other, other_optimizer), before)
+    assert other_optimizer.param_groups[0]["lr"] == 0.5
+    assert (first.counts, second.counts) == ([7], [8])
+    return str(refused.value)
+
+
+def test_an_extra_that_refuses_its_state_on_one_rank_leaves_all_as_it_was(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    messages = run_on_ranks(load_what_one_rank_refuses, 2, str(tmp_path / "c"))
+
+    assert messages[0] == messages[1]
+    assert "rank 1: extra['b'] (Counter) does not take the state that was saved" in messages[0]
+    assert "RuntimeError: a count of another kind" in messages[0]
+    assert "rank 0" not in messages[0]
+
+
+def test_a_state_that_cannot_be_put_back_is_logged_and_hides_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, _ = plain()
+    save_checkpoint(tmp_path / "c", model, extra=Counter(3))
+
+    with pytest.raises(CheckpointError, match=r"extra \(Counter\) does not take the state"):
+        load_checkpoint(tmp_path / "c", model, extra=Counter(7, lambda state: False))
+
+    assert "extra (Counter) does not take back its own state either" in caplog.text
+
+
+class Stubborn(Net):
+    def set_extra_state(self, state: list[int]) -> None:
+        raise RuntimeError("not these notes")
+
+
+def load_into_stubborn(path: str) -> str:
+    model, optimizer = sharded()
+    train(model, optimizer)
+    save_checkpoint(path, model, optimizer, extra=Counter(3))
+    other: Net = Stubborn(1) if dist.get_rank() == 1 else Net(1)
+    fully_shard(other, mesh=init_mesh())
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
+    extra = Counter(7)
+    with pytest.raises(CheckpointError) as refused:
+        load_checkpoint(path, other, other_optimizer, extra=extra)
+    assert extra.counts == [7]
+    assert other_optimizer.param_groups[0]["lr"] == 0.5
+    assert not other_optimizer.state
+    return str(refused.value)
+
+
+def test_a_module_that_refuses_its_extra_state_is_told_on_every_rank(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    messages = run_on_ranks(load_into_stubborn, 2, str(tmp_path / "c"))
+
+    assert messages[0] == messages[1]
+    assert "(values of the model may have changed): rank 1: " in messages[0]
+    assert "not these notes" in messages[0]
+
+
 def test_what_is_no_checkpoint_is_neither_loaded_nor_replaced(tmp_path: Path) -> None:
     model, _ = plain()
     (tmp_path / "mine").mkdir()

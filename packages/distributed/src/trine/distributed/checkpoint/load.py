@@ -6,6 +6,8 @@ import io
 import logging
 import os
 import time
+from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trine.core import tracing
+from trine.distributed.checkpoint.extra import load_wanted, wanted_of
 from trine.distributed.checkpoint.folders import find
 from trine.distributed.checkpoint.manifest import read_manifest, verify
 from trine.distributed.checkpoint.ranks import CheckpointError, Ranks
@@ -28,7 +31,6 @@ from trine.distributed.checkpoint.state import (
     listed,
     load_model_values,
     load_optimizer_values,
-    load_values_into,
     model_values,
     optimizer_params,
 )
@@ -49,8 +51,10 @@ def load_checkpoint(
 
     Every rank of the world must call it. Everything is read into a copy and compared with the
     checksums of the manifest first: a checkpoint that is damaged, or does not fit, leaves the
-    model and the optimizer as they are, on every rank. That copy takes as much memory as this
-    rank's part of the model and the optimizer.
+    model, the optimizer and `extra` as they are, on every rank. That copy takes as much memory as
+    this rank's part of the model and the optimizer. So does an object in `extra` that does not
+    take its state. A module of the model that does not (its `set_extra_state` raises) may leave
+    the model changed: that is said in the message.
 
     Load only what you trust. Parameters, optimizer states and `extra` are read with
     `torch.load(weights_only=True)`, which makes tensors and plain data only; but the index of
@@ -64,7 +68,8 @@ def load_checkpoint(
         optimizer: made from parameters of `model`, in the groups that were saved; need not
             have made a step. None leaves out what was saved of one.
         extra: objects with a `load_state_dict` in the containers in which they were saved;
-            they are given their state.
+            they are given their state, before the model is. Each must have been saved, lists
+            at their full length; what was saved may be left out of dicts.
 
     Returns:
         The `extra` that was saved, with states in the place of objects.
@@ -72,6 +77,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: on every rank, if it failed on one: naming the ranks, and the file or
             the values, by full name, that are damaged, missing, unexpected or of another shape.
+            Also for an object of `extra` that was not saved, or does not take its state.
     """
     wait_for_pending_save()
     path = Path(path).absolute()
@@ -88,18 +94,35 @@ def load_checkpoint(
             verify(folder, manifest, ranks.rank, ranks.size)
         with tracing.span("checkpoint_read", "io"):
             read.update(_read(folder, model, optimizer))
+        read["wanted"] = wanted_of(extra, read["extra"])
         return manifest.nbytes
 
-    nbytes = ranks.on_all(f"loading {path} (nothing was changed)", read_all)[0]
-    with tracing.span("checkpoint_apply", "io"):
-        load_model_values(model, read["model"])
+    def apply_extra() -> None:
+        load_wanted(read["wanted"], undo)
+
+    def apply() -> None:
         if optimizer is not None:
+            # Loading makes new ones.
+            undo.callback(_set, optimizer, optimizer.state, optimizer.param_groups)
             load_optimizer_values(read["params"], optimizer, read["optimizer"])
-        load_values_into(extra, read["extra"])
+        load_model_values(model, read["model"])
+
+    doing = f"loading {path} (nothing was changed)"
+    nbytes = ranks.on_all(doing, read_all)[0]
+    with tracing.span("checkpoint_apply", "io"), ExitStack() as undo:
+        ranks.on_all(doing, apply_extra)
+        ranks.on_all(f"loading {path} (values of the model may have changed)", apply)
+        undo.pop_all()  # of which nothing is called
     if ranks.rank == 0:
         seconds = time.perf_counter() - start
         _log.info("Loaded %s: %.1f MB in %.1f s.", path, nbytes / 1e6, seconds)
     return read["extra"]
+
+
+def _set(
+    optimizer: Optimizer, state: defaultdict[Tensor, Any], groups: list[dict[str, Any]]
+) -> None:
+    optimizer.state, optimizer.param_groups = state, groups
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -20,7 +20,10 @@ R = TypeVar("R")
 
 
 class CheckpointError(TrineError):
-    """A checkpoint could not be written or read; nothing that was there before has changed."""
+    """A checkpoint could not be written or read.
+
+    Nothing that was there before has changed, unless the message says that it may have.
+    """
 
 
 class Ranks:

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from trine.core import tracing
+from trine.distributed.checkpoint.extra import packed_extra
 from trine.distributed.checkpoint.folders import prepare, replace, sync
 from trine.distributed.checkpoint.manifest import Manifest, entry_of, write_manifest
 from trine.distributed.checkpoint.ranks import CheckpointError, Ranks
 from trine.distributed.checkpoint.state import (
     model_values,
     optimizer_values,
-    packed_extra,
     require_loadable,
 )
 

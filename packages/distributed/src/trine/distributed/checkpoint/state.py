@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 __all__ = [
@@ -21,12 +20,12 @@ __all__ = [
     "listed",
     "load_model_values",
     "load_optimizer_values",
-    "load_values_into",
     "model_values",
     "optimizer_params",
     "optimizer_values",
-    "packed_extra",
     "require_loadable",
+    "require_readable",
+    "saved_bytes",
     "unpacked",
 ]
 
@@ -50,7 +49,7 @@ def require_loadable(values: Mapping[str, Any]) -> None:
     """
     for name, value in values.items():
         if not isinstance(value, Tensor):
-            _require_loadable(name, value)
+            require_readable(name, value)
 
 
 def load_model_values(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -104,11 +103,11 @@ def optimizer_values(model: nn.Module, optimizer: Optimizer) -> StateDict:
         names.update(zip(group["params"], own, strict=True))
         groups.append({**group, "params": list(own)})
     state = {names.get(key, key): dict(values) for key, values in packed["state"].items()}
-    _require_loadable("optimizer param_groups", groups)
+    require_readable("optimizer param_groups", groups)
     for name, values in state.items():
         for key, value in values.items():
             if not isinstance(value, Tensor):
-                _require_loadable(f"optimizer state {key} of {name}", value)
+                require_readable(f"optimizer state {key} of {name}", value)
     return {"state": state, "param_groups": groups}
 
 
@@ -151,30 +150,6 @@ def group_of(names: Mapping[str, object], groups: Sequence[StateDict]) -> StateD
     )
 
 
-def packed_extra(extra: object) -> bytes:
-    """What the user wants to find again, as a file that is safe to load.
-
-    Raises:
-        ValueError: if a part of it is neither plain data nor has a `state_dict`.
-    """
-    plain = _plain(extra, "extra")
-    _require_loadable("extra", plain)
-    return _saved(plain)
-
-
-def load_values_into(objects: object, values: Any) -> None:
-    """Give objects with a `load_state_dict`, found within containers, their saved state."""
-    if hasattr(objects, "load_state_dict"):
-        objects.load_state_dict(values)
-    elif isinstance(objects, Mapping):
-        for key, each in objects.items():
-            if key in values:
-                load_values_into(each, values[key])
-    elif isinstance(objects, list | tuple):
-        for each, value in zip(objects, values, strict=False):
-            load_values_into(each, value)
-
-
 def listed(names: set[str], most: int = 5) -> str:
     """A few names of many, for a message."""
     ordered = sorted(names)
@@ -182,33 +157,21 @@ def listed(names: set[str], most: int = 5) -> str:
     return (", ".join(ordered[:most]) or "none") + more
 
 
-def _plain(value: object, where: str) -> object:
-    if isinstance(value, DTensor):
-        raise ValueError(
-            f"{where} is a DTensor, of which each rank holds a part. Save sharded values as part "
-            "of the model or the optimizer, or make it whole with full_tensor()."
-        )
-    state_dict = getattr(value, "state_dict", None)
-    if callable(state_dict):
-        return _plain(state_dict(), where)
-    if isinstance(value, dict):
-        return type(value)({key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()})
-    if type(value) in (list, tuple):
-        assert isinstance(value, list | tuple)
-        return type(value)(_plain(each, f"{where}[{i}]") for i, each in enumerate(value))
-    return value
-
-
-def _saved(value: object) -> bytes:
+def saved_bytes(value: object) -> bytes:
+    """A value as a file of `torch.save`."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _require_loadable(name: str, value: object) -> None:
-    """Refuse, before it is too late, what a checkpoint would not load again."""
+def require_readable(name: str, value: object) -> None:
+    """Refuse, before it is too late, what a checkpoint would not load again.
+
+    Raises:
+        ValueError: naming it.
+    """
     try:
-        torch.load(io.BytesIO(_saved(value)), weights_only=True)
+        torch.load(io.BytesIO(saved_bytes(value)), weights_only=True)
     except Exception as error:
         raise ValueError(
             f"{name} cannot be saved: a checkpoint holds tensors, numbers, strings, and lists, "
