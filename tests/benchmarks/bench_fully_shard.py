@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import gc
+import os
 import statistics
 import sys
 import time
@@ -25,9 +27,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# torch's profiler announces each start and stop on stderr unless told to be quiet; and its
+# allocator warns of what was there before it began to count.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -216,9 +224,11 @@ def _sent_bytes() -> int:
 
 def peak_bytes(name: str, original: Decoder, case: Case) -> int:
     """The most memory that tensors take at once in a third step, all that lives on included."""
+    _count_frees_of_all_threads()
     mark = 12_345_677  # of this odd size there is one block, between the second step and the third
     gc.collect()  # what another contestant has left behind must not be freed in our account
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        torch.empty(mark, dtype=torch.uint8)
         training = Training(name, original, case)
         for step in range(3):
             tokens = _batch(step)
@@ -226,16 +236,30 @@ def peak_bytes(name: str, original: Decoder, case: Case) -> int:
                 gc.collect()
                 torch.empty(mark, dtype=torch.uint8)
             training.step(tokens)
-    results = recorded.profiler.kineto_results
-    changes = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
-    taken, peak, counting = 0, 0, False
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        taken += nbytes
-        if nbytes == -mark:
-            counting = True
-        if counting:
-            peak = max(peak, taken)
-    return peak
+    changes: list[tuple[int, int, int]] = []
+    events = list(recorded.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            changes.append((event.start_time_ns, fields.alloc_size, fields.total_allocated))
+    changes.sort(key=lambda change: change[0])
+    before, second = [at for at, (_, nbytes, _) in enumerate(changes) if nbytes == -mark]
+    return max(total for _, _, total in changes[second:]) - changes[before][2]
+
+
+def _count_frees_of_all_threads() -> None:
+    """Have torch's allocator count every tensor that is freed, on whatever thread.
+
+    The profiler alone misses those of which a thread of gloo is the last user: these seem to
+    live for ever, a few or many of them, as the threads happen to take turns.
+    """
+    for library in Path(torch.__file__).parent.glob("lib/libc10.*"):
+        counts = ctypes.c_bool.in_dll(
+            ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage"
+        )
+        counts.value = True
 
 
 def measure(names: list[str], case: Case, rounds: int) -> dict[str, Row]:
@@ -336,8 +360,10 @@ def main() -> None:
     heads = ("CPU ms", "ratio", "wall ms", "ratio", "MB sent", "/least", "peak MiB", "ratio")
     print(" " * 24 + "".join(f" {head:>{9 - 3 * (i % 2)}}" for i, head in enumerate(heads)))
     broken: list[str] = []
-    for name in options.cases:
+    for position, name in enumerate(options.cases):
         case = CASES[name]
+        progress = f"({position + 1} of {len(options.cases)}) measuring {name}, {case.ranks} ranks"
+        print(progress, file=sys.stderr, flush=True)
         names = [REFERENCE, OURS, *options.also]
         by_rank = run_on_ranks(measure, case.ranks, names, case, options.rounds, timeout_s=1800)
         broken += report(name, case, by_rank)

@@ -77,6 +77,26 @@ def test_the_buffer_of_a_large_layer_goes_once_small_ones_take_turns() -> None:
     assert pool.idle_nbytes == 2 * 64
 
 
+def test_a_larger_buffer_takes_the_place_of_smaller_ones() -> None:
+    pool = BufferPool(keep_nbytes=2**10)
+    buffers = [pool.acquire((16,), torch.float32, CPU) for _ in range(3)]
+    for buffer in buffers:
+        pool.release(buffer)
+
+    pool.acquire((32,), torch.float32, CPU)
+
+    assert pool.idle_nbytes == 64
+
+
+def test_a_smaller_buffer_leaves_larger_ones_for_whoever_takes_turns_on_them() -> None:
+    pool = BufferPool(keep_nbytes=2**10)
+    pool.release(pool.acquire((32,), torch.float32, CPU))
+
+    pool.acquire((16,), torch.float32, CPU)
+
+    assert pool.idle_nbytes == 128
+
+
 def test_idle_buffers_can_be_freed_at_once() -> None:
     pool = BufferPool()
     pool.release(pool.acquire((16,), torch.float32, CPU))

@@ -46,20 +46,23 @@ def test_row_r_of_an_all_gather_is_the_shard_of_rank_r(
     run_on_ranks(gather, world_size, kind, in_place)
 
 
-def reduce(kind: type[GlooComm] | type[C10dComm], sent: torch.dtype, wanted: torch.dtype) -> None:
+def reduce(
+    kind: type[GlooComm] | type[C10dComm], columns: int, sent: torch.dtype, wanted: torch.dtype
+) -> None:
     comm = kind(world_group(), BufferPool())
     ranks = comm.world_size
-    rows = comm.pool.acquire((ranks, 4), sent, CPU)
-    # Small integers: exact in every dtype here. Row q of rank r holds r + 10 q + column.
-    rows.copy_(comm.rank + 10 * torch.arange(ranks)[:, None] + torch.arange(4)[None])
-    out = torch.empty(4, dtype=wanted)
+    rows = comm.pool.acquire((ranks, columns), sent, CPU)
+    # Small integers: exact in every dtype here. Row q of rank r holds r + 10 q + column % 4.
+    pattern = torch.arange(columns) % 4
+    rows.copy_(comm.rank + 10 * torch.arange(ranks)[:, None] + pattern[None])
+    out = torch.empty(columns, dtype=wanted)
 
     reduction = comm.reduce_scatter(rows)
     reduction.wait()
     reduction.sum_into(out, 1 / ranks)
 
     mean_rank = sum(range(ranks)) / ranks
-    expected = (mean_rank + 10 * comm.rank + torch.arange(4.0)).to(wanted)
+    expected = (mean_rank + 10 * comm.rank + pattern.float()).to(wanted)
     torch.testing.assert_close(out, expected)
 
 
@@ -74,14 +77,16 @@ def reduce(kind: type[GlooComm] | type[C10dComm], sent: torch.dtype, wanted: tor
         (torch.float64, torch.float64),
     ],
 )
+@pytest.mark.parametrize("columns", [4, 2**20])  # gloo's large rows travel otherwise
 def test_a_reduce_scatter_gives_each_rank_the_scaled_sum_of_its_row(
     run_on_ranks: RunOnRanks,
     world_size: int,
     kind: type[Comm],
+    columns: int,
     sent: torch.dtype,
     wanted: torch.dtype,
 ) -> None:
-    run_on_ranks(reduce, world_size, kind, sent, wanted)
+    run_on_ranks(reduce, world_size, kind, columns, sent, wanted)
 
 
 def sum_in_fp32() -> None:
@@ -113,6 +118,22 @@ def reuse_buffers() -> int:
 def test_a_reduction_gives_its_buffers_back(run_on_ranks: RunOnRanks) -> None:
     # One to send and one to receive, taking turns.
     assert all(count <= 2 for count in run_on_ranks(reuse_buffers, 2))
+
+
+def buffers_of_a_large_reduction() -> int:
+    comm = GlooComm(world_group(), BufferPool(keep_nbytes=2**30))
+    rows = comm.pool.acquire((3, 2**20), torch.uint8, CPU).fill_(1)
+
+    comm.reduce_scatter(rows).sum_into(torch.empty(2**20), 1.0)
+
+    return comm.pool.idle_nbytes
+
+
+def test_gloo_leaves_the_own_row_of_a_large_reduction_where_it_is(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    # Three rows to send, of which one stays, and room for two to come.
+    assert run_on_ranks(buffers_of_a_large_reduction, 3) == [5 * 2**20] * 3
 
 
 def chosen() -> str:

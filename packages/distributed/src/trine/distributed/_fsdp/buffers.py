@@ -10,8 +10,8 @@ Note [Buffers outlive the call that made them]
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 __all__ = ["BufferPool"]
 
 
-class _Idle(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Idle:
     buffer: Tensor
     shape: tuple[int, ...]
     numel: int
@@ -56,9 +57,24 @@ class BufferPool:
                 del self._idle[position]
                 self._idle_nbytes -= idle.nbytes
                 return idle.buffer if idle.shape == shape else idle.buffer.view(shape)
+        self._make_room(numel * dtype.itemsize)
         # Not an inference tensor, even if the first forward is one: it outlives it.
         with torch.inference_mode(False):
             return torch.empty(shape, dtype=dtype, device=device)
+
+    def _make_room(self, nbytes: int) -> None:
+        """Free so much of smaller buffers, oldest first, if there is; layers have grown larger.
+
+        Not of larger ones: were each kind to free the other, layers that take turns would
+        find none.
+        """
+        freed = 0
+        for idle in [idle for idle in self._idle if idle.nbytes < nbytes]:
+            if freed >= nbytes:
+                break
+            self._idle.remove(idle)
+            self._idle_nbytes -= idle.nbytes
+            freed += idle.nbytes
 
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back. The caller must not use it, nor a view of it, afterwards."""

@@ -5,7 +5,9 @@ Every rank calls the same methods in the same order with the same shapes.
 
 Facts behind the choice for gloo (two and four ranks, 64 MiB, against
 `all_gather_into_tensor` = 1): N broadcasts 0.26 to 0.30; `reduce_scatter_tensor` 1.57 and
-1.39, since it all-reduces everything; all-to-all plus a local sum 0.49 and 0.39.
+1.39, since it all-reduces everything; all-to-all plus a local sum 0.49 and 0.39. N scatters
+take as long as an all-to-all where it is large and twice as long where it is small, and leave
+this rank's own row where it is: one row less of memory, where memory counts.
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ __all__ = [
 _by_name: dict[str, Callable[..., dist.Work | None]] = vars(dist)
 _all_gather_single = _by_name.get("all_gather_single") or _by_name["all_gather_into_tensor"]
 _reduce_scatter_single = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
+
+
+_LARGE_NBYTES = 2**20  # of a row, from where scatters are no slower than an all-to-all
 
 
 class Pending:
@@ -191,20 +196,22 @@ class LocalComm(Comm):
 
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
         """The only row."""
-        return _LocalSum(Pending([]), rows, None, self.pool)
+        return _LocalSum(Pending([]), [rows[0]], [rows], self.pool)
 
 
 class GlooComm(Comm):
-    """gloo: broadcasts instead of its all-gather, all-to-all and a sum instead of its reduce."""
+    """gloo: broadcasts instead of its all-gather; rows sent and a sum instead of its reduce."""
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
         super().__init__(pool, group.rank(), group.size(), "gloo", group)
-        self._options: list[dist.BroadcastOptions] = []
+        self._broadcasts: list[dist.BroadcastOptions] = []
+        self._scatters: list[dist.ScatterOptions] = []
         for root in range(self.world_size):
-            options = dist.BroadcastOptions()
-            options.rootRank = root
-            options.asyncOp = True
-            self._options.append(options)
+            broadcast, scatter = dist.BroadcastOptions(), dist.ScatterOptions()
+            broadcast.rootRank = scatter.rootRank = root
+            broadcast.asyncOp = scatter.asyncOp = True
+            self._broadcasts.append(broadcast)
+            self._scatters.append(scatter)
 
     def separate(self, made: dict[dist.ProcessGroup, dist.ProcessGroup]) -> Comm:
         """See `Comm.separate`."""
@@ -217,7 +224,7 @@ class GlooComm(Comm):
         works: list[dist.Work | None] = []
         if shard.numel():
             group = self.group
-            for root, options in enumerate(self._options):
+            for root, options in enumerate(self._broadcasts):
                 row = shard if root == self.rank else out[root]
                 works.append(group.broadcast([row], options))
         if not aliased:
@@ -225,44 +232,72 @@ class GlooComm(Comm):
         return Pending(works)
 
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
-        """One all-to-all; the sum is formed in `sum_into`, in the order of ranks."""
+        """Every rank sends; the sum is formed in `sum_into`, in the order of ranks."""
+        if rows[0].nbytes >= _LARGE_NBYTES:
+            return self._scatter(rows)
         received = self.pool.acquire(tuple(rows.shape), rows.dtype, rows.device)
         work = dist.all_to_all_single(
             received.view(-1), rows.view(-1), group=self.group, async_op=True
         )
-        return _LocalSum(Pending([work]), received, rows, self.pool)
+        return _LocalSum(Pending([work]), list(received), [rows, received], self.pool)
+
+    def _scatter(self, rows: Tensor) -> PendingReduce:
+        """One scatter from each rank, all under way at once."""
+        received = self.pool.acquire(
+            (self.world_size - 1, *rows.shape[1:]), rows.dtype, rows.device
+        )
+        # gloo copies this rank's own row to where it is.
+        parts = [*received[: self.rank], rows[self.rank], *received[self.rank :]]
+        works: list[dist.Work | None] = []
+        group = self.group
+        for root, options in enumerate(self._scatters):
+            sent = [list(rows)] if root == self.rank else []
+            works.append(group.scatter([parts[root]], sent, options))
+        return _LocalSum(Pending(works), parts, [rows, received], self.pool)
 
 
 class _LocalSum(PendingReduce):
-    """Row r of `received` came from rank r. Half types are summed in fp32."""
+    """Part r came from rank r. Half types are summed in fp32.
+
+    Args:
+        pending: until the parts are there.
+        parts: of equal shape and dtype.
+        buffers: to be released when they have been added up.
+        pool: where to.
+    """
 
     def __init__(
-        self, pending: Pending, received: Tensor, sent: Tensor | None, pool: BufferPool
+        self,
+        pending: Pending,
+        parts: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        pool: BufferPool,
     ) -> None:
         self.pending = pending
-        self._received = received
-        self._sent = sent
+        self._parts = parts
+        self._buffers = buffers
         self._pool = pool
 
     def sum_into(self, out: Tensor, scale: float) -> None:
         self.wait()
-        if self._sent is not None:
-            self._pool.release(self._sent)
-        rows = self._received
-        exact = torch.promote_types(rows.dtype, torch.float32)
-        if rows.shape[0] == 1:
-            torch.mul(rows[0], scale, out=out) if out.dtype is rows.dtype else out.copy_(
-                rows[0].to(exact).mul_(scale)
-            )
-        elif out.dtype is exact and rows.dtype is exact:
-            torch.add(rows[0], rows[1], out=out)
-            for row in rows[2:]:
-                out.add_(row)
-            if scale != 1.0:
-                out.mul_(scale)
+        first, *others = self._parts
+        exact = torch.promote_types(first.dtype, torch.float32)
+        if not others and out.dtype is first.dtype:
+            torch.mul(first, scale, out=out)
         else:
-            out.copy_(rows.sum(0, dtype=exact).mul_(scale))
-        self._pool.release(rows)
+            total = out if out.dtype is exact else torch.empty_like(out, dtype=exact)
+            if others and first.dtype is exact:
+                torch.add(first, others.pop(0), out=total)
+            else:
+                total.copy_(first)
+            for part in others:
+                total.add_(part)
+            if scale != 1.0:
+                total.mul_(scale)
+            if total is not out:
+                out.copy_(total)
+        for buffer in self._buffers:
+            self._pool.release(buffer)
 
 
 class C10dComm(Comm):
