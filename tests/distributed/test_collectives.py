@@ -66,6 +66,22 @@ def reduce(
     torch.testing.assert_close(out, expected)
 
 
+def gather_from_others() -> None:
+    comm = GlooComm(world_group(), BufferPool())
+    shard = torch.full((2**18,), float(comm.rank))
+    out = torch.full((comm.world_size - 1, 2**18), -1.0)
+    assert comm.gathers_others_only(shard)
+
+    comm.all_gather(out, shard).wait()
+
+    others = [float(rank) for rank in range(comm.world_size) if rank != comm.rank]
+    assert (out == torch.tensor(others)[:, None]).all()
+
+
+def test_a_large_all_gather_of_gloo_can_do_without_the_own_row(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(gather_from_others, 3)
+
+
 @everywhere
 @every_comm
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from trine.distributed._fsdp import collectives
 from trine.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from trine.distributed.testing import RanksFailed
 
@@ -173,6 +174,16 @@ def test_ten_adamw_steps_equal_those_of_the_whole_model(
     run_on_ranks: RunOnRanks, world_size: int
 ) -> None:
     run_on_ranks(train_ten_steps, world_size)
+
+
+def train_with_all_taken_for_large() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_LARGE_NBYTES", 1)
+        train_ten_steps()
+
+
+def test_large_groups_on_gloo_train_like_small_ones(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(train_with_all_taken_for_large, 3)
 
 
 def shard_shapes() -> dict[str, tuple[int, ...]]:

@@ -44,7 +44,9 @@ _all_gather_single = _by_name.get("all_gather_single") or _by_name["all_gather_i
 _reduce_scatter_single = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
 
 
-_LARGE_NBYTES = 2**20  # of a row, from where scatters are no slower than an all-to-all
+_LARGE_NBYTES = (
+    2**20
+)  # of a row, from where scatters are no slower than an all-to-all, and memory counts
 
 
 class Pending:
@@ -140,6 +142,10 @@ class Comm(ABC):
         """Take buffers from `pool` from now on."""
         self.pool = pool
 
+    def gathers_others_only(self, shard: Tensor) -> bool:
+        """Whether a buffer without a row for `shard` itself, this rank's, is better."""
+        return False
+
     def gather_buffer(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -169,7 +175,8 @@ class Comm(ABC):
         """Start to fill row r of `out` with the `shard` of rank r.
 
         Args:
-            out: shape (world_size, n), contiguous; overwritten.
+            out: shape (world_size, n), contiguous; overwritten. Or without this rank's row,
+                if `gathers_others_only`.
             shard: shape (n,), contiguous, dtype of `out`; may be this rank's row of it.
         """
 
@@ -217,18 +224,23 @@ class GlooComm(Comm):
         """See `Comm.separate`."""
         return GlooComm(_twin(self.group, made), self.pool)
 
+    def gathers_others_only(self, shard: Tensor) -> bool:
+        """If it is large: what is saved must be worth a copy in three pieces."""
+        return shard.nbytes >= _LARGE_NBYTES
+
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """One broadcast from each rank, all under way at once."""
-        own = out[self.rank]
-        aliased = own.data_ptr() == shard.data_ptr()
+        after = self.rank + (out.shape[0] == self.world_size)
         works: list[dist.Work | None] = []
         if shard.numel():
             group = self.group
-            for root, options in enumerate(self._broadcasts):
-                row = shard if root == self.rank else out[root]
+            rows = [*out[: self.rank], shard, *out[after:]]
+            for row, options in zip(rows, self._broadcasts, strict=True):
                 works.append(group.broadcast([row], options))
-        if not aliased:
-            own.copy_(shard)  # while the broadcasts run
+        if after > self.rank:
+            own = out[self.rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)  # while the broadcasts run
         return Pending(works)
 
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:

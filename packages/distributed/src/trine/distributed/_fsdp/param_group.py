@@ -51,6 +51,7 @@ class _Gather:
     transfer: Transfer
     pending: Pending
     out: Tensor | None  # None: it arrives in place
+    own: Tensor | None  # this rank's row, if it is not in `out`
     recalled: bool  # for backward, after a forward
 
 
@@ -273,13 +274,16 @@ class ParamGroup:
             self._again.drop()
         if not recalled:
             self._gathered_at = self._now()
-        out = self.comm.gather_buffer(
-            (self.comm.world_size, flat.numel()), self._gather_dtype, self.params[0].device
-        )
         host = self._host
-        shard = flat
-        if host is not None or flat.dtype is not self._gather_dtype:
-            shard = out[self.comm.rank]
+        sends_as_is = host is None and flat.dtype is self._gather_dtype
+        own = None
+        if sends_as_is and not self._scattered and self.comm.gathers_others_only(flat):
+            own = flat
+        rows = self.comm.world_size - (own is not None)
+        out = self.comm.gather_buffer(
+            (rows, flat.numel()), self._gather_dtype, self.params[0].device
+        )
+        shard = flat if sends_as_is else out[self.comm.rank]
 
         def gather() -> Pending:
             return self._transfers.start(
@@ -294,7 +298,7 @@ class ParamGroup:
             pending = gather()
         sent = out[0].nbytes * (self.comm.world_size - 1)
         self._gather = _Gather(
-            Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out, recalled
+            Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out, own, recalled
         )
         self._holds = _Storage.FILLING
 
@@ -306,7 +310,7 @@ class ParamGroup:
         )
         sent = again.nbytes(whole)
         transfer = Transfer("all_gather", self._gather_dtype, sent, start_ns)
-        return _Gather(transfer, pending, None, recalled)
+        return _Gather(transfer, pending, None, None, recalled)
 
     def _now(self) -> tuple[int, int]:
         """Changes when an optimizer or the user changes the shards, on all ranks alike.
@@ -333,7 +337,10 @@ class ParamGroup:
         if gather.out is not None:
             with tracing.span("copy_out", "mem", self.name):
                 self._whole.resize_(self._whole_nbytes)
-                self._copy_out(gather.out)
+                if gather.own is None:
+                    self._copy_out(gather.out)
+                else:
+                    self._copy_out_around(gather.out, gather.own)
             self.comm.release(gather.out)
         if not gather.recalled:
             for param in self.params:
@@ -353,6 +360,17 @@ class ParamGroup:
             gathered = gathered[:, : sum(numels)]
         if numels:
             torch.split_with_sizes_copy(gathered, numels, dim=1, out=self._padded)
+
+    def _copy_out_around(self, others: Tensor, own: Tensor) -> None:
+        """The same for parameters cut along dim 0, from the rows of others and this rank's."""
+        rank = self.comm.rank
+        first = 0
+        for rows in (others[:rank], own[None], others[rank:]):
+            end = first + rows.shape[0]
+            if end > first:
+                into = [padded[first:end] for padded in self._padded]
+                torch.split_with_sizes_copy(rows, self.layout.chunk_numels, dim=1, out=into)
+            first = end
 
     def reshard(self) -> None:
         """Free the whole parameters and put the sharded ones into the slots."""
