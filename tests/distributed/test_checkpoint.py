@@ -43,6 +43,7 @@ from trine.distributed.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from trine.distributed.checkpoint import load as checkpoint_load
 from trine.distributed.checkpoint.cli import main
 from trine.distributed.fsdp import fully_shard
 
@@ -457,6 +458,71 @@ def test_a_disk_that_is_full_for_one_rank_fails_the_save_on_all(
     assert [each.name for each in tmp_path.iterdir()] == ["last"]
 
 
+SAVES_UNTIL_KILLED = """
+import sys, torch
+from trine.distributed.checkpoint import folders, save_checkpoint
+sync = folders.sync
+def stop_in_the_middle(folder):
+    print("writing", flush=True)
+    sys.stdin.readline()
+    sync(folder)
+save_checkpoint.__globals__["sync"] = stop_in_the_middle
+save_checkpoint(sys.argv[1], torch.nn.Linear(2, 2), extra="another")
+"""
+
+
+def test_a_second_program_is_refused_while_the_first_saves(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = tmp_path / "last"
+    save_checkpoint(path, model, extra="old")
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVES_UNTIL_KILLED, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        assert first.stdout.readline() == "writing\n"
+
+        with pytest.raises(CheckpointError, match=rf"Another program is saving to {path}\. Give"):
+            save_checkpoint(path, model, extra="second")
+
+        assert load_checkpoint(path, model) == "old"
+        first.stdin.write("\n")
+        first.stdin.close()
+        assert first.wait() == 0
+    assert load_checkpoint(path, model) == "another"
+    save_checkpoint(path, model, extra="second")
+    assert load_checkpoint(path, model) == "second"
+    assert [each.name for each in tmp_path.iterdir()] == ["last"]
+
+
+def test_file_systems_without_locks_are_saved_to_all_the_same(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+
+    with mock.patch("fcntl.flock", side_effect=OSError(9, "Bad file descriptor")):
+        save_checkpoint(tmp_path / "c", model, extra=1)
+        save_checkpoint(tmp_path / "c", model, extra=2)
+
+    assert load_checkpoint(tmp_path / "c", model) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_keeps_what_is_there(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    path = tmp_path / "last"
+    save_checkpoint(path, model, extra="old")
+    refused = OSError(30, "Read-only file system", str(path))
+
+    with (
+        mock.patch("os.mkdir", side_effect=refused),
+        pytest.raises(CheckpointError, match=rf"preparing to save {path}: rank 0: .*Read-only"),
+    ):
+        save_checkpoint(path, model, extra="new")
+
+    assert load_checkpoint(path, model) == "old"
+
+
 # --- checkpoints that are damaged or do not fit --------------------------------------------
 
 
@@ -626,6 +692,52 @@ def test_an_extra_that_was_not_saved_is_refused_with_what_was(
     assert_same(values_of(other, other_optimizer), before)
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    old, new, live = Net(1), Net(2), Net(3)
+    save_checkpoint(tmp_path / "c", old, extra="old")
+    before = [each.clone() for each in live.parameters()]
+    read_values = checkpoint_load.read_values
+
+    def read_and_replace(*args: Any) -> None:
+        read_values(*args)
+        save_checkpoint(tmp_path / "c", new, extra="new")
+
+    with (
+        mock.patch.object(checkpoint_load, "read_values", read_and_replace),
+        pytest.raises(CheckpointError, match=r"c was replaced or removed while it was read\. Load"),
+    ):
+        load_checkpoint(tmp_path / "c", live)
+
+    assert_same(list(live.parameters()), before)
+    assert load_checkpoint(tmp_path / "c", live) == "new"
+
+
+def load_one_each(path: str) -> str:
+    """Rank 1 reads what has taken the place of what rank 0 has read."""
+    model, optimizer = sharded()
+    train(model, optimizer)
+    save_checkpoint(path, model, optimizer)
+    train(model, optimizer)
+    save_checkpoint(f"{path}-new", model, optimizer)
+    other, other_optimizer = sharded(seed=1)
+    before = values_of(other, other_optimizer)
+    found = mock.patch.object(checkpoint_load, "find", return_value=Path(f"{path}-new"))
+    with (
+        found if dist.get_rank() == 1 else nullcontext(),
+        pytest.raises(CheckpointError) as refused,
+    ):
+        load_checkpoint(path, other, other_optimizer)
+    assert_same(values_of(other, other_optimizer), before)
+    return str(refused.value)
+
+
+def test_ranks_that_read_different_checkpoints_are_refused(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    for message in run_on_ranks(load_one_each, 2, str(tmp_path / "c")):
+        assert f"{tmp_path / 'c'} was replaced or removed while it was read" in message
+
+
 def test_a_part_of_extra_may_be_left_out_and_plain_data_is_passed_over(tmp_path: Path) -> None:
     model, _ = plain()
     save_checkpoint(tmp_path / "c", model, extra={"step": 3, "count": Counter(3), "n": Counter(4)})
@@ -767,6 +879,28 @@ def test_a_checkpoint_of_four_ranks_becomes_one_safetensors_file(
     with safe_open(out, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}  # transformers asks for it
     assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_consolidated_makes_no_file(
+    tmp_path: Path,
+) -> None:
+    save_checkpoint(tmp_path / "c", Net(1))
+    calls = 0
+
+    def read_and_replace(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            save_checkpoint(tmp_path / "c", Net(2))
+        checkpoint_load.read_values(*args)
+
+    with (
+        mock.patch("trine.distributed.checkpoint.consolidate.read_values", read_and_replace),
+        pytest.raises(CheckpointError, match="was replaced or removed while it was read"),
+    ):
+        consolidate(tmp_path / "c", tmp_path / "out")
+
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
 def test_tensors_are_consolidated_one_at_a_time(tmp_path: Path) -> None:

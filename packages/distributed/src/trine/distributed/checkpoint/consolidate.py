@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from trine.core import tracing
 from trine.distributed.checkpoint.folders import find, sync
 from trine.distributed.checkpoint.load import read_metadata, read_values
-from trine.distributed.checkpoint.manifest import read_manifest, verify
+from trine.distributed.checkpoint.manifest import read_manifest, unreplaced, verify
 from trine.distributed.checkpoint.ranks import CheckpointError
 
 __all__ = ["consolidate"]
@@ -70,10 +70,15 @@ def consolidate(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> No
     out = Path(out)
     folder = find(Path(path).absolute())
     with tracing.span("checkpoint_verify", "io"):
-        verify(folder, read_manifest(folder))
+        manifest = read_manifest(folder)
+        verify(folder, manifest)
     metadata = read_metadata(folder)
     entries = _entries(folder, metadata)
-    with tracing.span("checkpoint_consolidate", "io"), _replacing(out) as stream:
+    with (
+        tracing.span("checkpoint_consolidate", "io"),
+        _replacing(out) as stream,
+        unreplaced(folder, manifest),
+    ):
         stream.write(_header(entries))
         for key, _, entry in entries:
             # One at a time: the next is read when this one is written and gone.

@@ -12,16 +12,24 @@ Note [The moments of a replacement]
     and 3 there is no `path`; that `path.old-N` exists says that `path.tmp-N` is whole, so
     `find` takes it, and the next save finishes step 3. Killed after 3, `path` is the new one.
     A rename within one folder needs no room on the disk.
+
+Note [One program at a time]
+    What is taken for a left-over must not be what another program is writing. A save holds a
+    lock on its folder, under whatever name, until it is over; the system takes the lock away
+    when the program ends, killed or not. Where a file system has no locks on folders (NFS) all
+    is as if nobody held one.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import re
 import shutil
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 
 from trine.distributed.checkpoint.ranks import CheckpointError
@@ -34,14 +42,19 @@ MANIFEST = "trine-checkpoint.json"
 """The file that is written last into a checkpoint, and says that it is whole."""
 
 
-def prepare(path: Path) -> Path:
+def prepare(path: Path, held: ExitStack) -> Path:
     """Make the folder to write into, and clear away what killed saves have left.
+
+    Args:
+        path: where the checkpoint shall lie in the end.
+        held: gets the lock on the folder; see Note [One program at a time].
 
     Returns:
         A new, empty folder `path.tmp-N`.
 
     Raises:
-        ValueError: if `path` is something else than a checkpoint, which would be lost.
+        ValueError: if `path` is something else than a checkpoint, which would be lost, or if
+            another program is saving to it.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise ValueError(
@@ -54,15 +67,27 @@ def prepare(path: Path) -> Path:
             "would replace it. Give a path that does not exist, such as a folder in it."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
+    _require_free(path, path)
+    for left_over in _beside(path, "tmp"):
+        _require_free(left_over, path)
     if not (path / MANIFEST).is_file():
         survivor = _survivor(path)
         if survivor is not None:
             survivor.rename(path)
             sync(path.parent)
     for left_over in (*_beside(path, "tmp"), *_beside(path, "old")):
+        _require_free(left_over, path)
         shutil.rmtree(left_over)
     made = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:12]}")
     made.mkdir()
+    _hold(made, path, held)
+    try:
+        for other in _beside(path, "tmp"):  # began at the same time
+            if other != made:
+                _require_free(other, path)
+    except ValueError:
+        made.rmdir()
+        raise
     return made
 
 
@@ -119,6 +144,44 @@ def sync(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def _hold(folder: Path, path: Path, held: ExitStack) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    held.callback(os.close, handle)
+    if not _lock(handle, fcntl.LOCK_EX):
+        raise _busy(path)
+    # By itself it would live on in processes that were forked meanwhile.
+    held.callback(_lock, handle, fcntl.LOCK_UN)
+
+
+def _require_free(folder: Path, path: Path) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        if not _lock(handle, fcntl.LOCK_SH):
+            raise _busy(path)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, kind: int) -> bool:
+    """Lock a folder; False if another program has."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks here
+        return True
+    return True
+
+
+def _busy(path: Path) -> ValueError:
+    return ValueError(
+        f"Another program is saving to {path}. Give each its own path, or wait until it has ended."
+    )
 
 
 def _survivor(path: Path) -> Path | None:

@@ -23,7 +23,13 @@ from torch.optim import Optimizer
 from trine.core import tracing
 from trine.distributed.checkpoint.extra import load_wanted, wanted_of
 from trine.distributed.checkpoint.folders import find
-from trine.distributed.checkpoint.manifest import read_manifest, verify
+from trine.distributed.checkpoint.manifest import (
+    Manifest,
+    read_manifest,
+    replaced,
+    unreplaced,
+    verify,
+)
 from trine.distributed.checkpoint.ranks import CheckpointError, Ranks
 from trine.distributed.checkpoint.save import EXTRA, wait_for_pending_save
 from trine.distributed.checkpoint.state import (
@@ -85,17 +91,18 @@ def load_checkpoint(
     start = time.perf_counter()
     read: dict[str, Any] = {}
 
-    def read_all() -> int:
-        with tracing.span("checkpoint_verify", "io"):
-            folder = find(path)
-            if folder != path:
-                _log.warning("A save of %s was cut off; loading %s.", path, folder)
-            manifest = read_manifest(folder)
-            verify(folder, manifest, ranks.rank, ranks.size)
-        with tracing.span("checkpoint_read", "io"):
-            read.update(_read(folder, model, optimizer))
+    def read_all() -> Manifest:
+        folder = find(path)
+        if folder != path:
+            _log.warning("A save of %s was cut off; loading %s.", path, folder)
+        manifest = read_manifest(folder)
+        with unreplaced(folder, manifest):
+            with tracing.span("checkpoint_verify", "io"):
+                verify(folder, manifest, ranks.rank, ranks.size)
+            with tracing.span("checkpoint_read", "io"):
+                read.update(_read(folder, model, optimizer))
         read["wanted"] = wanted_of(extra, read["extra"])
-        return manifest.nbytes
+        return manifest
 
     def apply_extra() -> None:
         load_wanted(read["wanted"], undo)
@@ -108,14 +115,16 @@ def load_checkpoint(
         load_model_values(model, read["model"])
 
     doing = f"loading {path} (nothing was changed)"
-    nbytes = ranks.on_all(doing, read_all)[0]
+    manifests = ranks.on_all(doing, read_all)
+    if any(manifest != manifests[0] for manifest in manifests):
+        raise CheckpointError(f"While {doing}: {replaced(path)}")
     with tracing.span("checkpoint_apply", "io"), ExitStack() as undo:
         ranks.on_all(doing, apply_extra)
         ranks.on_all(f"loading {path} (values of the model may have changed)", apply)
         undo.pop_all()  # of which nothing is called
     if ranks.rank == 0:
         seconds = time.perf_counter() - start
-        _log.info("Loaded %s: %.1f MB in %.1f s.", path, nbytes / 1e6, seconds)
+        _log.info("Loaded %s: %.1f MB in %.1f s.", path, manifests[0].nbytes / 1e6, seconds)
     return read["extra"]
 
 

@@ -9,13 +9,24 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trine.distributed.checkpoint.folders import MANIFEST
 from trine.distributed.checkpoint.ranks import CheckpointError
 
-__all__ = ["FileEntry", "Manifest", "entry_of", "read_manifest", "verify", "write_manifest"]
+__all__ = [
+    "FileEntry",
+    "Manifest",
+    "entry_of",
+    "read_manifest",
+    "replaced",
+    "unreplaced",
+    "verify",
+    "write_manifest",
+]
 
 _FORMAT = 1
 _BLOCK = 1 << 20
@@ -118,3 +129,33 @@ def verify(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> N
             raise CheckpointError(
                 f"{folder / entry.name} is damaged: its bytes are not those that were written."
             )
+
+
+@contextmanager
+def unreplaced(folder: Path, manifest: Manifest) -> Iterator[None]:
+    """Refuse what was read partly from one checkpoint, and partly from one in its place.
+
+    Raises:
+        CheckpointError: at the end, if the manifest is another one then.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    try:
+        same = read_manifest(folder) == manifest
+    except (OSError, CheckpointError):
+        same = False
+    if not same:
+        raise CheckpointError(replaced(folder)) from failure
+    if failure is not None:
+        raise failure
+
+
+def replaced(folder: Path) -> str:
+    """That a checkpoint was, for a message."""
+    return (
+        f"{folder} was replaced or removed while it was read. Load again; and do not load from a "
+        "path to which another program saves."
+    )

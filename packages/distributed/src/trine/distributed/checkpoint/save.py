@@ -8,7 +8,7 @@ import shutil
 import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -73,8 +73,8 @@ def save_checkpoint(
     Every rank of the world must call it, and all must see the folder. Each writes the parts
     that it holds. A checkpoint that lies at `path` stays whole until the new one is: a kill or
     a full disk at any moment leaves one that loads. What a killed save has left beside `path`
-    (`path.tmp-...`, `path.old-...`) is cleared away by the next one, so only one program may
-    save to a path at a time.
+    (`path.tmp-...`, `path.old-...`) is cleared away by the next one. Only one program may save to
+    a path at a time; a second one is refused, except on file systems without locks (NFS).
 
     The folder is one of `torch.distributed.checkpoint`, whose `load` reads it too, with two
     files beside: a manifest with checksums, and `extra`.
@@ -170,8 +170,15 @@ def _write_in_background(
 
 
 def _write(path: Path, state: dict[str, Any], extra_file: bytes, ranks: Ranks) -> None:
+    with ExitStack() as held:
+        folder = ranks.on_first(f"preparing to save {path}", lambda: prepare(path, held))
+        _write_into(folder, path, state, extra_file, ranks)
+
+
+def _write_into(
+    folder: Path, path: Path, state: dict[str, Any], extra_file: bytes, ranks: Ranks
+) -> None:
     start = time.perf_counter()
-    folder = ranks.on_first(f"preparing to save {path}", lambda: prepare(path))
     if ranks.rank == 0:
         _log.info("Saving the checkpoint %s from %d ranks.", path, ranks.size)
     try:
