@@ -14,6 +14,7 @@ class FakeUnit:
     """
 
     collectives = 1
+    keeps = False
     _steps_left = 0
 
     def __init__(self, name: str, journal: list[str]) -> None:
@@ -39,10 +40,15 @@ class FakeUnit:
 
     def reduce_grads(self) -> None:
         self._note("reduce_grads")
+        self.keeps = False
         self._steps_left = self.collectives
 
     def keep_grads(self) -> None:
         self._note("keep_grads")
+        self.keeps = True
+
+    def take_up_grads(self) -> bool:
+        return self.keeps
 
     def finish_reduce(self) -> bool:
         self._note("finish_reduce")
@@ -358,6 +364,30 @@ def test_without_gradient_sync_gradients_are_kept_and_parameters_freed() -> None
     assert "keep_grads" in tree.blocks[0].calls
     assert "reshard" in tree.blocks[0].calls
     assert reductions(tree.journal) == ["root.reduce_grads"]
+
+
+def test_what_a_block_kept_is_reduced_by_a_later_backward_that_does_not_reach_it() -> None:
+    tree = Tree("a", "skipped")
+    tree.settings.reduces = False
+    tree.forward()
+    tree.backward()
+    tree.forget()
+    schedule, (a, skipped) = tree.schedule, tree.blocks
+
+    tree.settings.reduces = True
+    for _ in range(2):
+        schedule.begin_forward()
+        for unit in (tree.root, a):
+            schedule.pre_forward(unit)
+            schedule.post_forward(unit, grads_wanted=True)
+        schedule.pre_backward(tree.root)
+        schedule.pre_backward(a)
+        schedule.post_backward(a)
+        schedule.end_backward()
+
+    assert a.calls.count("reduce_grads") == 2
+    assert skipped.calls.count("reduce_grads") == 1
+    assert skipped.calls.count("finish_reduce") == 1
 
 
 def test_a_recomputed_forward_gathers_and_leaves_the_block_whole_for_its_backward() -> None:

@@ -55,6 +55,9 @@ class StreamUnit:
     def keep_grads(self) -> None:
         raise NotImplementedError
 
+    def take_up_grads(self) -> bool:
+        return False
+
     def finish_reduce(self) -> bool:
         assert self._reduced is not None
         self._model.wait(self._model.main, self._reduced)

@@ -136,7 +136,8 @@ class FSDPModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether gradients are added up over copies, on meshes that hold copies.
 
-        Sums that are not are kept on this rank, sharded, and join the next that is.
+        Sums that are not are kept on this rank, sharded, and join the next that is. To drop
+        them, call `zero_grad()` of the model; that of an optimizer does not reach them.
         """
         all_reduces = as_flag(requires_all_reduce, "requires_all_reduce")
         for state in _states(self, recurse):
@@ -276,7 +277,10 @@ class FSDPModule:
     ) -> None:
         """Choose whether backward reduces gradients over ranks or keeps them on this one.
 
-        Kept gradients are whole, in `reduce_dtype`, and join the next reduction.
+        Kept gradients are whole, in `reduce_dtype`, and join the next reduction, also if their
+        parameter is frozen, cast or exchanged meanwhile. To drop them, after an exception in a
+        later micro-batch say, call `zero_grad()` of the model; that of an optimizer does not
+        reach them.
 
         Args:
             requires_gradient_sync: True to reduce.
@@ -288,6 +292,8 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, also of parameters that are whole at the moment.
+
+        What waits on this rank for a later reduction is dropped, and a reduction under way too.
 
         Args:
             set_to_none: drop them instead of filling them with zeros.

@@ -106,6 +106,8 @@ class ShardedParam:
         local: this rank's rows, once bound in the group's buffer.
         unsharded: what the module computes with; None until `bind`.
         steps: how often it may have been optimized.
+        awaits_reduction: whether it was trained in a backward whose gradients no reduction has
+            handed out yet. The same on all ranks, also on one that has no gradient.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class ShardedParam:
         self.steps = StepCount()
         self._linked = True
         self._kept_grad: Tensor | None = None
+        self.awaits_reduction = False
 
     def lay(self, whole: Tensor) -> Tensor:
         """A tensor of the parameter's shape as rows; a view."""
@@ -271,7 +274,10 @@ class ShardedParam:
         Args:
             local: this rank's part of the parameter, over the shard buffer; overwritten.
             unsharded: a view of the gathered storage with the whole shape.
+
+        A gradient of the whole parameter before, which awaits its reduction, is put aside.
         """
+        self._put_aside()
         with torch.no_grad():
             local.copy_(self.local)
         self.local = local
@@ -316,36 +322,54 @@ class ShardedParam:
 
     def keep_grad(self, dtype: torch.dtype) -> None:
         """Put the gradient aside in `dtype` until a later backward reduces it."""
+        if self.sharded.requires_grad:
+            self.awaits_reduction = True
+        elif not self.awaits_reduction:
+            self.drop_grad()  # frozen since the forward that this backward is of
+            return
         unsharded = self.unsharded
         assert unsharded is not None
         grad = unsharded.grad
-        if grad is None or grad.dtype is dtype:
-            return  # autograd accumulates in place
+        if grad is not None and grad.dtype is not dtype:  # else autograd accumulates in place
+            self._put_aside(dtype)
+
+    def _put_aside(self, dtype: torch.dtype | None = None) -> None:
+        """Add the whole parameter's gradient to what was put aside before.
+
+        Args:
+            dtype: to keep it in if it is the first; None for its own.
+        """
+        unsharded = self.unsharded
+        if unsharded is None or unsharded.grad is None:
+            return
+        grad, kept = self._on_this_rank(unsharded.grad), self._kept_grad
         unsharded.grad = None
-        grad = self._on_this_rank(grad)
-        if self._kept_grad is None:
-            self._kept_grad = grad.to(dtype)
+        if kept is None:
+            self._kept_grad = grad if dtype is None else grad.to(dtype)
+        elif torch.promote_types(kept.dtype, grad.dtype) is kept.dtype:
+            kept.add_(grad)
         else:
-            self._kept_grad.add_(grad)
+            self._kept_grad = kept + grad  # the parameter was cast in between
 
     def _on_this_rank(self, grad: Tensor) -> Tensor:
         return grad if self._before is None else self._before.local_grad(grad)
 
     def drop_grad(self) -> None:
         """Forget the whole gradient accumulated on this rank."""
+        self.awaits_reduction = False
         self._kept_grad = None
         if self.unsharded is not None:
             self.unsharded.grad = None
 
     def take_grad(self) -> Tensor | None:
         """The whole gradient accumulated on this rank, which then is forgotten."""
+        self.awaits_reduction = False
+        if self._kept_grad is not None:
+            self._put_aside()
+            kept, self._kept_grad = self._kept_grad, None
+            return kept
         unsharded = self.unsharded
         assert unsharded is not None
-        grad, kept = unsharded.grad, self._kept_grad
+        grad = unsharded.grad
         unsharded.grad = None
-        self._kept_grad = None
-        if grad is not None:
-            grad = self._on_this_rank(grad)
-        if kept is None:
-            return grad
-        return kept if grad is None else kept.add_(grad)
+        return None if grad is None else self._on_this_rank(grad)

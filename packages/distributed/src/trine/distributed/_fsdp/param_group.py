@@ -415,8 +415,28 @@ class ParamGroup:
         """Leave the gradients of this backward on this rank, for a later one to reduce."""
         if self._flat is None:
             return
+        self._follow_shown()
         for param in self.params:
             param.keep_grad(self._reduce_dtype)
+
+    def _follow_shown(self) -> None:
+        """Know which parameters are trained, also if a user chose it while they were whole."""
+        if self._holds is _Storage.WHOLE:
+            for param in self.params:
+                param.follow_unsharded()
+
+    @without_grad
+    def take_up_grads(self) -> bool:
+        """Make ready to reduce what earlier backwards left, though this one used nothing here.
+
+        Returns:
+            False if nothing waits that `reduce_grads` would hand out.
+        """
+        if not self._reducer.owes:
+            return False
+        if self._holds is _Storage.EMPTY and any(param.moved for param in self.params):
+            self._refresh(moved=True)  # no forward has: the old ones would get the gradients
+        return True
 
     def reduce_grads(self) -> None:
         """Start to reduce the gradients over ranks.
@@ -426,6 +446,7 @@ class ParamGroup:
         has used gets none.
         """
         if self._flat is not None:
+            self._follow_shown()
             self._reducer.start(self._reduce_dtype)
 
     def finish_reduce(self) -> bool:
@@ -439,8 +460,9 @@ class ParamGroup:
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the sharded gradients, or fill them with zeros, whichever face is shown.
 
-        What was kept on this rank for a later reduction is dropped with them.
+        What was kept on this rank for a later reduction, or is being reduced, is dropped too.
         """
+        self._reducer.drop()
         for param in self.params:
             param.drop_grad()
             if set_to_none:

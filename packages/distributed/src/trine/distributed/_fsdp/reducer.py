@@ -5,9 +5,18 @@ reduce-scatter over the ranks that share a copy, the all-reduce over the ranks t
 copies, and the hand-over. `param_group` tells it when; it never touches gathered storage.
 
 Note [Used somewhere]
-    Behind its gradients each rank sends one number per parameter: 1 if it has used it. Their
-    sum is positive where any rank has, so ranks that used different parameters agree without
-    a collective of their own. Only a rank that misses a gradient has to look.
+    Behind its gradients each rank sends one number per parameter: positive if it has used it.
+    Their sum is positive where any rank has, so ranks that used different parameters agree
+    without a collective of their own. Only a rank that misses a gradient has to look. The
+    numbers are scaled as the gradients are, so `_mark` makes them large enough to survive it.
+
+Note [Gradients that wait]
+    A backward may leave its gradients for a later one to reduce: whole, in
+    `ShardedParam.keep_grad`, or added up over the ranks of one copy, here. In between a user
+    may freeze or unfreeze parameters, cast them or exchange them. So what waits is added for
+    each parameter by itself, and one that was trained then takes part in the next reduction
+    though it is frozen now. Which ones do follows from what was frozen when, the same on all
+    ranks, never from which gradients this rank has.
 """
 
 from __future__ import annotations
@@ -65,42 +74,69 @@ class _Stored:
     done: Event
 
 
+@dataclass(eq=False)
+class _Plan:
+    """What follows from which parameters take part; made once for each choice."""
+
+    params: list[ShardedParam]
+    left_out: list[ShardedParam]
+    layout: GroupLayout
+    grads: ShardedGrads | None = None
+    all_used: tuple[torch.dtype, float, Tensor] | None = None  # a result of `marks`, and for what
+
+    def marks(
+        self, used: list[bool], ranks: int, dtype: torch.dtype, device: torch.device, scale: float
+    ) -> Tensor:
+        """See Note [Used somewhere]; for each rank the same."""
+        known = self.all_used
+        if known is not None and known[0] is dtype and known[1] == scale and all(used):
+            return known[2]
+        mark = _mark(scale, ranks, (dtype, self.params[0].dtype))
+        marks = torch.tensor([mark * here for here in used], dtype=dtype, device=device)
+        marks = marks.repeat(ranks)
+        if all(used):
+            self.all_used = dtype, scale, marks
+        return marks
+
+    def parts(self, flat: Tensor) -> dict[ShardedParam, tuple[Tensor, Tensor]]:
+        """Each parameter's elements of a flat buffer, and its mark."""
+        end = self.layout.shard_numel
+        chunks = torch.split_with_sizes(flat[:end], self.layout.chunk_numels)
+        marks = flat[end:].unbind()
+        return dict(zip(self.params, zip(chunks, marks, strict=True), strict=True))
+
+
+@dataclass
+class _Kept:
+    """Sums that have not been all-reduced yet, as a plan lays them."""
+
+    plan: _Plan
+    sums: Tensor
+
+    def add_to(self, summed: Tensor, plan: _Plan) -> None:
+        """Add to sums that another plan has laid, of these parameters and perhaps more."""
+        if plan is self.plan:
+            summed.add_(self.sums)
+            return
+        into = plan.parts(summed)
+        for param, (chunk, mark) in self.plan.parts(self.sums).items():
+            sums, marks = into[param]
+            sums.add_(chunk)
+            marks.add_(mark)
+
+
 @dataclass
 class _Reduction:
     """One reduction, from reduce-scatter to hand-over."""
 
     scatter: Transfer
     pending: PendingReduce
-    params: list[ShardedParam]
+    plan: _Plan
     used: list[bool]
-    layout: GroupLayout
-    key: tuple[bool, ...]
     summed: Tensor | None = None
     all_reduce: Pending | None = None
     all_reduce_transfer: Transfer | None = None
     stored: _Stored | None = None
-
-
-@dataclass
-class _Plan:
-    """What follows from which parameters are trained; made once for each choice."""
-
-    params: list[ShardedParam]
-    layout: GroupLayout
-    grads: ShardedGrads | None = None
-    kept: Tensor | None = None  # sums that have not been all-reduced yet
-    all_used: Tensor | None = None  # what `marks` gives if every parameter is
-
-    def marks(
-        self, used: list[bool], ranks: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """See Note [Used somewhere]; for each rank the same."""
-        if all(used) and self.all_used is not None and self.all_used.dtype is dtype:
-            return self.all_used
-        marks = torch.tensor(used, dtype=dtype, device=device).repeat(ranks)
-        if all(used):
-            self.all_used = marks
-        return marks
 
 
 class GradReducer:
@@ -133,21 +169,33 @@ class GradReducer:
         self._host = host
         self._plans: dict[tuple[bool, ...], _Plan] = {}
         self._reduction: _Reduction | None = None
+        self._kept: _Kept | None = None
+
+    @property
+    def owes(self) -> bool:
+        """Whether gradients of an earlier backward wait that a reduction now would hand out."""
+        hands_out = self._replicate_group is None or self.settings.all_reduces
+        return hands_out and any(param.awaits_reduction for param in self._params)
 
     def forget_buffers(self) -> None:
         """The parameters' dtype or device has changed: buffers made before do not fit."""
         self._plans.clear()
+        if self._reduction is not None:
+            self._reduction.plan.grads = None
 
     @without_grad
     def start(self, dtype: torch.dtype) -> None:
         """Lay the gradients into a buffer of `dtype` and start the reduce-scatter."""
         assert self._reduction is None, "a second reduction before the first is finished"
-        key = tuple([param.sharded.requires_grad for param in self._params])
+        key = tuple([p.awaits_reduction or p.sharded.requires_grad for p in self._params])
         plan = self._plans.get(key)
         if plan is None:
             params = [p for p, wanted in zip(self._params, key, strict=True) if wanted]
+            left_out = [p for p, wanted in zip(self._params, key, strict=True) if not wanted]
             layout = GroupLayout([param.layout for param in params], extra=len(params))
-            plan = self._plans[key] = _Plan(params, layout)
+            plan = self._plans[key] = _Plan(params, left_out, layout)
+        for param in plan.left_out:
+            param.drop_grad()  # frozen since the forward that this backward is of
         if not plan.params:
             return
         start_ns = time.perf_counter_ns() if tracing.enabled else 0
@@ -158,13 +206,13 @@ class GradReducer:
         if ranks * self._copies == 1 and not any(used):
             return
         device = plan.params[0].device
-        grads.append(plan.marks(used, ranks, grads[0].dtype, device))
+        grads.append(plan.marks(used, ranks, dtype, device, self._scale()))
         rows = self.comm.reduce_buffer((ranks, plan.layout.part_numel), dtype, device)
         chunk_cat(grads, ranks, rows)
         del grads
         transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)
         pending = self._transfers.start(transfer.name, rows, lambda: self.comm.reduce_scatter(rows))
-        self._reduction = _Reduction(transfer, pending, plan.params, used, plan.layout, key)
+        self._reduction = _Reduction(transfer, pending, plan, used)
 
     def _take(
         self, params: Sequence[ShardedParam], dtype: torch.dtype
@@ -198,41 +246,48 @@ class GradReducer:
         reduction = self._reduction
         if reduction is None:
             return True
-        plan = self._plans[reduction.key]
         if reduction.stored is not None:
-            self._hand_out_stored(reduction, plan, reduction.stored)
+            self._hand_out_stored(reduction, reduction.stored)
             return True
         if reduction.summed is None:
             self._transfers.wait(reduction.scatter, reduction.pending)
             if self._replicate_group is None:
-                return self._hand_out(reduction, plan)
-            self._add_up(reduction, plan)
+                return self._hand_out(reduction)
+            summed = self._add_up(reduction)
             if not self.settings.all_reduces:
-                plan.kept = reduction.summed
-                self._reduction = None
+                self._keep(reduction.plan, summed)
                 return True
             self._start_all_reduce(reduction, self._replicate_group())
             return False
         assert reduction.all_reduce is not None
         assert reduction.all_reduce_transfer is not None
         self._transfers.wait(reduction.all_reduce_transfer, reduction.all_reduce)
-        return self._hand_out(reduction, plan)
+        return self._hand_out(reduction)
 
     def _scale(self) -> float:
         divide_by = self.settings.divide_by
         return 1 / (self.comm.world_size * self._copies if divide_by is None else divide_by)
 
-    def _add_up(self, reduction: _Reduction, plan: _Plan) -> None:
+    def _add_up(self, reduction: _Reduction) -> Tensor:
         """Sums of this rank's part in a buffer of its own, with those that were kept."""
+        plan = reduction.plan
         dtype = torch.promote_types(reduction.scatter.dtype, torch.float32)
         device = plan.params[0].device
         summed = self.comm.pool.acquire((plan.layout.part_numel,), dtype, device)
         reduction.pending.sum_into(summed, self._scale())
-        if plan.kept is not None:
-            summed.add_(plan.kept)
-            self.comm.pool.release(plan.kept)
-            plan.kept = None
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.add_to(summed, plan)
+            self.comm.pool.release(kept.sums)
         reduction.summed = summed
+        return summed
+
+    def _keep(self, plan: _Plan, summed: Tensor) -> None:
+        """Leave sums for a later reduction; see Note [Gradients that wait]."""
+        self._reduction = None
+        self._kept = _Kept(plan, summed)
+        for param in plan.params:
+            param.awaits_reduction = True
 
     def _start_all_reduce(self, reduction: _Reduction, group: dist.ProcessGroup) -> None:
         """Add up over the copies, in the dtype of the reduction."""
@@ -255,8 +310,9 @@ class GradReducer:
         reduction.all_reduce = Pending([work])
         reduction.all_reduce_transfer = transfer
 
-    def _hand_out(self, reduction: _Reduction, plan: _Plan) -> bool:
+    def _hand_out(self, reduction: _Reduction) -> bool:
         """Give the parameters their gradients, or (False) send these to the host first."""
+        plan = reduction.plan
         grads = self._grads_for(plan)
         flat = grads.flat
         if self._host is not None:
@@ -275,11 +331,11 @@ class GradReducer:
         grads.hand_out(plan.params, _used_anywhere(reduction, grads))
         return True
 
-    def _hand_out_stored(self, reduction: _Reduction, plan: _Plan, stored: _Stored) -> None:
+    def _hand_out_stored(self, reduction: _Reduction, stored: _Stored) -> None:
         stored.done.synchronize()
         self.comm.pool.release(stored.source)
         self._reduction = None
-        stored.grads.hand_out(plan.params, _used_anywhere(reduction, stored.grads))
+        stored.grads.hand_out(reduction.plan.params, _used_anywhere(reduction, stored.grads))
 
     def _grads_for(self, plan: _Plan) -> ShardedGrads:
         """A gradient buffer that nobody sees: the one of the last step if that is so."""
@@ -299,8 +355,7 @@ class GradReducer:
             (reduction.all_reduce or reduction.pending).wait()
             if reduction.stored is not None:
                 reduction.stored.done.synchronize()
-        for plan in self._plans.values():
-            plan.kept = None
+        self._kept = None
         if self.settings.finite is not None:
             self.settings.finite.take()
 
@@ -311,3 +366,19 @@ def _used_anywhere(reduction: _Reduction, grads: ShardedGrads) -> list[bool]:
     if all(used):
         return used
     return [here or abs(mark) > 0 for here, mark in zip(used, grads.extra.tolist(), strict=True)]
+
+
+def _mark(scale: float, ranks: int, dtypes: Sequence[torch.dtype]) -> float:
+    """What says "used" of a parameter and survives `scale`; see Note [Used somewhere].
+
+    It is 1 unless 1 would underflow. A sum over `ranks` stays finite; a factor for which that
+    is too small still takes every gradient with it.
+
+    Args:
+        scale: what the sum is multiplied by.
+        ranks: that add up in half types.
+        dtypes: that the sum passes through.
+    """
+    smallest = max(torch.finfo(dtype).tiny for dtype in dtypes)
+    largest = min(torch.finfo(dtype).max for dtype in dtypes)
+    return max(1.0, min(smallest / scale, largest / ranks))

@@ -17,6 +17,7 @@ What a unit goes through, and the rows that are not obvious:
 | pre_backward | any | gather, wait, prefetch the one before | BACKWARD |
 | post_backward | any | free *, reduce or keep gradients | IDLE * |
 | end_backward | AWAITS_BACKWARD, BACKWARD | post_backward for it; then finish all | IDLE |
+| end_backward | IDLE, gradients kept before | the same, if it reduces now | IDLE |
 | reset | any | drop what an exception left | IDLE |
 
 (* AWAITS_BACKWARD, and free until then, while a backward of this iteration is to come; else
@@ -63,6 +64,13 @@ class Unit(Protocol):
 
     def keep_grads(self) -> None:
         """Leave the gradients for a later backward to reduce."""
+
+    def take_up_grads(self) -> bool:
+        """Make ready to reduce what earlier backwards left.
+
+        Returns:
+            False if nothing waits that a reduction would hand out.
+        """
 
     def finish_reduce(self) -> bool:
         """Wait for the reduction's collective and hand out the gradients.
@@ -353,7 +361,9 @@ class Schedule:
     def end_backward(self) -> None:
         """The backward pass has ended: reduce what is left, hand out all gradients."""
         for record in reversed(self._in_order_of_first_call()):
-            if record.phase in (Phase.AWAITS_BACKWARD, Phase.BACKWARD):
+            reached = record.phase in (Phase.AWAITS_BACKWARD, Phase.BACKWARD)
+            # What it kept would reach the optimizer only after a step in which it is used again.
+            if reached or (record.settings.reduces and record.unit.take_up_grads()):
                 del record.calls[1:]
                 self.post_backward(record.unit)
         if self.is_last_backward:
