@@ -34,6 +34,7 @@ PACKAGES = {"core": ("core",), "distributed": ("core", "distributed"), "tools": 
 TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
 OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for, to be tried
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+MPI_TESTS = [f"tests/distributed/test_{name}.py" for name in ("mpi", "c10d")]
 
 # Torch comes as one wheel per accelerator, and the package index alone gives
 # Linux the CUDA one. A folder of wheels that pip was given is given to uv too;
@@ -95,6 +96,18 @@ def tests_gloo(session: nox.Session) -> None:
     """trine-distributed on core, on gloo ranks of this machine, without tools."""
     install(session, "distributed", groups=["test"])
     session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(tags=["cpu"])
+@nox.parametrize("mpi", ["openmpi", "mpich"], ids=["openmpi", "mpich"])
+def tests_mpi(session: nox.Session, mpi: str) -> None:
+    """trine-distributed over MPI; tests/distributed after -- runs the whole suite of gloo on it."""
+    install(session, "distributed", groups=["test", "mpi"])
+    session.install(mpi)  # both bring an mpiexec, so each has an environment of its own
+    env = ONE_THREAD | {"TRINE_TEST_BACKEND": "mpi"}
+    if os.geteuid() == 0:  # as in containers; Open MPI wants to be told twice
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    session.run("pytest", *(session.posargs or MPI_TESTS), env=env)
 
 
 @nox.session(default=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +17,16 @@ from trine.core.devices import registry
 from trine.distributed import testing
 
 
+@pytest.fixture(scope="session")
+def backend() -> str:
+    """The backend on which bodies run: that of the environment, as the sessions of nox set it."""
+    return os.environ.get("TRINE_TEST_BACKEND", "gloo")
+
+
 @pytest.fixture
-def run_on_ranks() -> Callable[..., list[Any]]:
+def run_on_ranks(backend: str) -> Callable[..., list[Any]]:
     """Run a body on several ranks; see `trine.distributed.testing.run_on_ranks`."""
-    return testing.run_on_ranks
+    return partial(testing.run_on_ranks, backend=backend)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trine.distributed import testing
 from trine.distributed._fsdp.buffers import BufferPool
-from trine.distributed._fsdp.collectives import C10dComm, Comm, GlooComm, LocalComm, comm_for
+from trine.distributed._fsdp.collectives import (
+    C10dComm,
+    Comm,
+    GlooComm,
+    LocalComm,
+    MPIComm,
+    comm_for,
+)
 
 RunOnRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
 
 everywhere = pytest.mark.parametrize("world_size", [1, 2, 3])
-every_comm = pytest.mark.parametrize("kind", [GlooComm, C10dComm])
+every_comm = pytest.mark.parametrize(
+    "kind",
+    [MPIComm, C10dComm] if os.environ.get("TRINE_TEST_BACKEND") == "mpi" else [GlooComm, C10dComm],
+)
 
 
 def world_group() -> dist.ProcessGroup:
@@ -106,7 +118,7 @@ def test_a_reduce_scatter_gives_each_rank_the_scaled_sum_of_its_row(
 
 
 def sum_in_fp32() -> None:
-    comm = GlooComm(world_group(), BufferPool())
+    comm = comm_for(world_group(), BufferPool(), "cpu")
     # In bf16 256 + 1 is 256 again: a sum formed there would lose two of three ranks.
     value = 256.0 if comm.rank == 0 else 1.0
     rows = torch.full((3, 1), value, dtype=torch.bfloat16)
@@ -117,12 +129,12 @@ def sum_in_fp32() -> None:
     assert out.item() == pytest.approx(258 / 3)
 
 
-def test_gloo_sums_half_types_in_fp32(run_on_ranks: RunOnRanks) -> None:
+def test_half_types_are_summed_in_fp32(run_on_ranks: RunOnRanks) -> None:
     run_on_ranks(sum_in_fp32, 3)
 
 
 def reuse_buffers() -> int:
-    comm = GlooComm(world_group(), BufferPool())
+    comm = comm_for(world_group(), BufferPool(), "cpu")
     seen = set()
     for _ in range(5):
         rows = comm.pool.acquire((2, 1000), torch.float32, CPU).fill_(1.0)
@@ -163,16 +175,17 @@ def chosen_for_a_backend_for_each_kind() -> list[tuple[str, str]]:
     return [(type(comm).__name__, comm.backend) for comm in comms]
 
 
-def test_gloo_groups_get_the_collectives_made_for_gloo(run_on_ranks: RunOnRanks) -> None:
-    assert run_on_ranks(chosen, 2) == ["GlooComm", "GlooComm"]
-
-
-def test_groups_with_several_backends_get_those_for_the_one_at_work(
-    run_on_ranks: RunOnRanks,
+def test_groups_get_the_collectives_made_for_their_backend(
+    run_on_ranks: RunOnRanks, backend: str
 ) -> None:
+    assert run_on_ranks(chosen, 2) == [{"gloo": "GlooComm", "mpi": "MPIComm"}[backend]] * 2
+
+
+def test_groups_with_several_backends_get_those_for_the_one_at_work() -> None:
     expected = [("GlooComm", "gloo"), ("C10dComm", "fake")]
 
-    assert run_on_ranks(chosen_for_a_backend_for_each_kind, 2) == [expected, expected]
+    found = testing.run_on_ranks(chosen_for_a_backend_for_each_kind, 2)
+    assert found == [expected, expected]
 
 
 def test_a_rank_on_its_own_sends_nothing(run_on_ranks: RunOnRanks) -> None:

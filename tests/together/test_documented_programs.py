@@ -147,3 +147,9 @@ def test_mismatches_are_told_as_the_page_says(
         printed = run(tmp_path, program(page, number))
 
         assert f"```text\n{printed}```" in text
+
+
+def test_the_script_for_every_launcher_runs_under_torchrun(tmp_path: Path) -> None:
+    printed = run(tmp_path, program("docs/howto/run-on-an-mpi-cluster.md"), *TORCHRUN)
+
+    assert printed == "2 ranks over gloo, on cpu\n"

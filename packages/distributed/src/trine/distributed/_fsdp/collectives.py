@@ -24,13 +24,14 @@ from torch import Tensor
 
 from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
-from trine.distributed.process_groups import BorrowedGroup, backend_of
+from trine.distributed.process_groups import MPI4PY, BorrowedGroup, backend_of
 
 __all__ = [
     "C10dComm",
     "Comm",
     "GlooComm",
     "LocalComm",
+    "MPIComm",
     "Pending",
     "PendingReduce",
     "SummedElsewhere",
@@ -44,9 +45,8 @@ _all_gather_single = _by_name.get("all_gather_single") or _by_name["all_gather_i
 _reduce_scatter_single = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
 
 
-_LARGE_NBYTES = (
-    2**20
-)  # of a row, from where scatters are no slower than an all-to-all, and memory counts
+# Of a row, from where scatters are no slower than an all-to-all, and memory counts.
+_LARGE_NBYTES = 2**20
 
 
 class Pending:
@@ -268,6 +268,31 @@ class GlooComm(Comm):
         return _LocalSum(Pending(works), parts, [rows, received], self.pool)
 
 
+class MPIComm(Comm):
+    """MPI: its all-gather; rows sent and a sum, as over gloo, so that both give the same bits."""
+
+    def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
+        super().__init__(pool, group.rank(), group.size(), "mpi", group)
+
+    def separate(self, made: dict[dist.ProcessGroup, dist.ProcessGroup]) -> Comm:
+        """See `Comm.separate`."""
+        return MPIComm(_twin(self.group, made), self.pool)
+
+    def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
+        """The backend's all-gather."""
+        if not shard.numel():
+            return Pending([])
+        return Pending([_all_gather_single(out.view(-1), shard, group=self.group, async_op=True)])
+
+    def reduce_scatter(self, rows: Tensor) -> PendingReduce:
+        """One all-to-all; the sum is formed in `sum_into`, in the order of ranks."""
+        received = self.pool.acquire(tuple(rows.shape), rows.dtype, rows.device)
+        work = dist.all_to_all_single(
+            received.view(-1), rows.view(-1), group=self.group, async_op=True
+        )
+        return _LocalSum(Pending([work]), list(received), [rows, received], self.pool)
+
+
 class _LocalSum(PendingReduce):
     """Part r came from rank r. Half types are summed in fp32.
 
@@ -389,4 +414,8 @@ def comm_for(group: dist.ProcessGroup | None, pool: BufferPool, kind: str) -> Co
     if group is None or group.size() == 1:
         return LocalComm(pool)
     backend = backend_of(group, kind)
-    return GlooComm(group, pool) if backend == "gloo" else C10dComm(group, pool, backend)
+    if backend == "gloo":
+        return GlooComm(group, pool)
+    if backend in ("mpi", MPI4PY):
+        return MPIComm(group, pool)
+    return C10dComm(group, pool, backend)
