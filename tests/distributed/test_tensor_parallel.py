@@ -335,19 +335,26 @@ def test_mixed_precision_is_that_of_torchs_engine(
     run_on_ranks(against_torch, 4, dtype)
 
 
-def accumulate() -> None:
+def accumulate(reduce_dtype: torch.dtype, exchanges: bool) -> None:
     mesh = init_mesh({"dp": 2, "tp": 2})
-    net, reference = pair(mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    net, reference = pair(mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     net.set_requires_gradient_sync(False)  # type: ignore[operator]
     step(net, reference, mesh, 0)
     assert all(param.grad is None for param in net.parameters())
+    if exchanges:
+        saved = {name: value.clone() for name, value in net.state_dict().items()}
+        net.load_state_dict(saved, assign=True)
     net.set_requires_gradient_sync(True)  # type: ignore[operator]
     step(net, reference, mesh, 1)
     assert_same(net, reference)
 
 
-def test_gradients_accumulate_without_communication(run_on_ranks: RunOnRanks) -> None:
-    run_on_ranks(accumulate, 4)
+@pytest.mark.parametrize("exchanges", [False, True])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float64])
+def test_gradients_accumulate_without_communication(
+    run_on_ranks: RunOnRanks, reduce_dtype: torch.dtype, exchanges: bool
+) -> None:
+    run_on_ranks(accumulate, 4, reduce_dtype, exchanges)
 
 
 def from_meta() -> None:
