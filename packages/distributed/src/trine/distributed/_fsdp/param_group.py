@@ -31,7 +31,12 @@ from trine.distributed._fsdp.param import ShardedParam, rows_in
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
 from trine.distributed._fsdp.subgroup import SubgroupGather
-from trine.distributed._fsdp.torch_internals import backward_running, put_parameters, versions_of
+from trine.distributed._fsdp.torch_internals import (
+    all_stand,
+    backward_running,
+    put_parameters,
+    versions_of,
+)
 from trine.distributed._fsdp.transfers import Transfer
 from trine.distributed.mesh import MeshAxes
 
@@ -156,12 +161,20 @@ class ParamGroup:
             for at in param.places(param.unsharded)
         ]
         self._watched = [param.sharded for param in self.params]
+        self._first_places = [param.places(param.sharded)[0] for param in self.params]
+        self._first_locals = [param.local for param in self.params]
         self._whole_flat = whole
         self._whole = whole.untyped_storage()
         self._whole_nbytes = self._whole.nbytes()
         self._whole.resize_(0)
         self._drop_piece()
         self._reducer.forget_buffers()
+
+    def _moved(self) -> bool:
+        """Whether somebody exchanged a parameter or its memory."""
+        if all_stand(self._first_places, self._first_locals):
+            return False
+        return any(param.moved for param in self.params)
 
     def _refresh(self, moved: bool) -> None:
         """Have all shards in the flat buffer, made anew if one was exchanged, cast or moved."""
@@ -254,7 +267,7 @@ class ParamGroup:
             if whole_enough or self._gathered_at == self._now():
                 return
             self.reshard()
-        moved = self._flat is None or any(param.moved for param in self.params)
+        moved = self._flat is None or self._moved()
         # Backward computes with what forward did, so the stamp of forward's gather stays. What
         # was exchanged in between waits in its slot for the next forward.
         recalled = self._flat is not None and backward_running() != -1
@@ -434,7 +447,7 @@ class ParamGroup:
         """
         if not self._reducer.owes:
             return False
-        if self._holds is _Storage.EMPTY and any(param.moved for param in self.params):
+        if self._holds is _Storage.EMPTY and self._moved():
             self._refresh(moved=True)  # no forward has: the old ones would get the gradients
         return True
 

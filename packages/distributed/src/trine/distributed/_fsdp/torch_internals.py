@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
+    "all_stand",
     "apply_grad_hooks",
     "backward_running",
     "call_after_backward",
@@ -158,6 +159,27 @@ def versions_of(tensors: Sequence[Tensor]) -> int:
         return sum([tensor._version for tensor in tensors])
     except AttributeError:
         return 0
+
+
+def all_stand(
+    places: Sequence[tuple[nn.Module, str, nn.Parameter | None]], locals_: Sequence[Tensor]
+) -> bool:
+    """Whether all are where they were, each with the same memory; in one go, for the hot path.
+
+    Args:
+        places: modules, names, and which DTensor parameter stood there.
+        locals_: the tensors that these held.
+
+    Returns:
+        False also if torch does not say, or if one is not; then ask for each.
+    """
+    try:
+        for (module, name, param), local in zip(places, locals_, strict=True):
+            if module._parameters.get(name) is not param or param._local_tensor is not local:  # type: ignore[union-attr]
+                return False
+    except AttributeError:
+        return False
+    return True
 
 
 def stands_in(module: nn.Module, name: str, param: nn.Parameter) -> bool:
