@@ -36,6 +36,7 @@ __all__ = [
     "destroy_process_group",
     "init_process_group",
     "launched",
+    "leave_at_exit",
 ]
 
 MPI4PY = "mpi4py"  # what torch calls the backend mpi, if it is ours
@@ -104,8 +105,17 @@ def init_process_group(
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         join(launch, backend, timeout)
-    _leave_at_exit(os.getpid())
+    leave_at_exit()
     return found
+
+
+def leave_at_exit() -> None:
+    """Let this process leave the world before its interpreter ends, whoever joined it.
+
+    Programs start groups with torch's own functions too; see Note [Threads that outlive the
+    interpreter].
+    """
+    _leave_at_exit(os.getpid())
 
 
 def destroy_process_group() -> None:

@@ -30,6 +30,7 @@ from trine.distributed._fsdp.state import FSDPState, set_state, state_of
 from trine.distributed._fsdp.subgroup import SubgroupGather
 from trine.distributed._fsdp.successors import note_successor
 from trine.distributed.mesh import DataParallelMeshDims, MeshAxes, init_mesh
+from trine.distributed.process_groups import leave_at_exit
 
 __all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -115,6 +116,7 @@ def fully_shard(
             below._is_fsdp_managed_module = True  # type: ignore[assignment]
         each.__class__ = sharded_class(type(each))
     hooks.install(state)
+    leave_at_exit()
     return module
 
 
