@@ -269,7 +269,7 @@ class GlooComm(Comm):
 
 
 class MPIComm(Comm):
-    """MPI: its all-gather; rows sent and a sum, as over gloo, so that both give the same bits."""
+    """MPI: its all-gather; rows sent and a sum in the order of ranks, which gives gloo's bits."""
 
     def __init__(self, group: dist.ProcessGroup, pool: BufferPool) -> None:
         super().__init__(pool, group.rank(), group.size(), "mpi", group)
