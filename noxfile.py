@@ -7,6 +7,7 @@
     nox                 all checks and tests, but for the longest
     nox -t cpu          those too: all that CI runs
     nox -t quick        what to run before every commit
+    nox -t matrix       every backend with every torch, and one table in the end
     nox -s tests_gloo -- -k uneven    arguments after -- go to the tool
 
 The `script` block above makes a plain `pip install nox` fetch uv, whose hard
@@ -16,9 +17,12 @@ had, `NOX_SCRIPT_MODE=none nox` uses virtualenv and pip.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import nox
@@ -36,6 +40,13 @@ TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
 OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for, to be tried
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 MPI_TESTS = [f"tests/distributed/test_{name}.py" for name in ("mpi", "c10d")]
+IN_A_JOB = "tests/distributed/under_mpiexec"
+MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
+# Backend and torch; the rows of the table that nox -t matrix ends with, in this order.
+MATRIX = [
+    *((backend, TORCH) for backend in ("gloo", *MPIS, "nccl")),
+    *((backend, torch) for torch in OTHER_TORCHES for backend in ("gloo", *MPIS)),
+]
 
 # Torch comes as one wheel per accelerator, and the package index alone gives
 # Linux the CUDA one. A folder of wheels that pip was given is given to uv too;
@@ -92,31 +103,31 @@ def tests_tools(session: nox.Session) -> None:
     session.run("pytest", "tests/tools", *session.posargs)
 
 
-@nox.session(tags=["cpu"])
+@nox.session(tags=["cpu", "matrix"])
 def tests_gloo(session: nox.Session) -> None:
     """trine-distributed on core, on gloo ranks of this machine, without tools."""
-    install(session, "distributed", groups=["test"])
-    session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
+    run_tests(session, "gloo")
 
 
-@nox.session(default=False, tags=["cpu"])
-@nox.parametrize("mpi", ["openmpi", "mpich"], ids=["openmpi", "mpich"])
+@nox.session(default=False, tags=["cpu", "matrix"])
+@nox.parametrize("mpi", list(MPIS), ids=list(MPIS))
 def tests_mpi(session: nox.Session, mpi: str) -> None:
-    """trine-distributed over MPI; tests/distributed after -- runs the whole suite of gloo on it."""
-    install(session, "distributed", groups=["test", "mpi"])
-    session.install(mpi)  # both bring an mpiexec, so each has an environment of its own
-    env = ONE_THREAD | {"TRINE_TEST_BACKEND": "mpi"}
-    if os.geteuid() == 0:  # as in containers; Open MPI wants to be told twice
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    session.run("pytest", *(session.posargs or MPI_TESTS), env=env)
+    """trine-distributed over MPI, on ranks that the tests start and in jobs under mpiexec."""
+    run_tests(session, mpi)
 
 
-@nox.session(default=False)
+@nox.session(default=False, tags=["gpu", "matrix"])
+def tests_nccl(session: nox.Session) -> None:
+    """trine-distributed over NCCL, on the GPUs of this machine; skipped where there is none."""
+    run_tests(session, "nccl")
+
+
+@nox.session(default=False, tags=["matrix"])
+@nox.parametrize("backend", ["gloo", *MPIS], ids=["gloo", *MPIS])
 @nox.parametrize("torch", OTHER_TORCHES, ids=OTHER_TORCHES)
-def tests_torch(session: nox.Session, torch: str) -> None:
-    """As tests_gloo, with another torch: -s "tests_torch(2.11.0)", or all of them without one."""
-    install(session, "distributed", groups=["test"], torch=torch)
-    session.run("pytest", "tests/distributed", *session.posargs, env=ONE_THREAD)
+def tests_torch(session: nox.Session, torch: str, backend: str) -> None:
+    """As tests_gloo and tests_mpi, with another torch: -s "tests_torch(2.11.0, openmpi)"."""
+    run_tests(session, backend, torch)
 
 
 @nox.session(default=False, tags=["cpu"])
@@ -124,6 +135,13 @@ def tests_grid(session: nox.Session) -> None:
     """What tests_gloo leaves out: training like torch's FSDP2 over the whole grid of settings."""
     install(session, "distributed", groups=["test"])
     session.run("pytest", "tests/distributed", "-m", "grid", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False, venv_backend="none", tags=["matrix"])
+def matrix(session: nox.Session) -> None:
+    """What the sessions above came to, as one table: backend x torch x ranks."""
+    folder = str(results_folder(session))
+    session.run(sys.executable, "-m", "tests.matrix.table", folder, external=True)
 
 
 @nox.session(tags=["cpu"])
@@ -204,6 +222,86 @@ def install(
     editable = [arg for name in needed for arg in ("--editable", f"packages/{name}")]
     tools = nox.project.dependency_groups(PYPROJECT, *(groups or []))
     session.install("--constraint", str(constraints(session, torch)), *editable, *tools)
+
+
+def run_tests(session: nox.Session, backend: str, torch: str = TORCH) -> None:
+    """Run the tests of trine-distributed on a backend, and write down what they came to.
+
+    Arguments after -- go to pytest and, where they name files, take the place of all tests.
+    """
+    results = begin_results(session, backend, torch)
+    if backend == "nccl" and not gpus():
+        note(results, skipped="no GPU")
+        session.skip("no GPU: NCCL runs on CUDA devices only, and nvidia-smi lists none")
+    over_mpi = backend in MPIS
+    install(session, "distributed", groups=["test", *(["mpi"] if over_mpi else [])], torch=torch)
+    env = ONE_THREAD | {"TRINE_TEST_BACKEND": "mpi" if over_mpi else backend}
+    tests = {"gloo": ["tests/distributed"], "nccl": ["tests/distributed", "-m", "gpu or devices"]}
+    chosen = [] if any(map(is_path, session.posargs)) else tests.get(backend, MPI_TESTS)
+    plugin = ["-p", "tests.matrix.plugin", f"--results={results}"]
+    runs = [["python", "-m", "pytest", *plugin, *chosen, *session.posargs]]
+    if over_mpi:
+        session.install(backend)  # both bring an mpiexec, so each has an environment of its own
+        # Open MPI wants to be told of more ranks than cores, and of root, as in containers, twice.
+        env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+        if os.geteuid() == 0:
+            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        if not session.posargs:
+            job = ["python", "-m", "pytest", *plugin, "--with-mpi", IN_A_JOB]
+            runs += [["mpiexec", "-n", str(ranks), *job] for ranks in (1, 2, 3, 4)]
+    failed = 0
+    for run in runs:  # the ones after a failure too: the table shall be whole
+        try:
+            session.run(*run, env=env)
+        except CommandFailed:
+            failed += 1
+    note(results, ended="failed" if failed else "passed")
+    if failed:
+        session.error(f"{failed} of {len(runs)} runs of pytest failed.")
+
+
+def results_folder(session: nox.Session) -> Path:
+    """Where the results of the last run of nox are; cleared as the first session writes."""
+    return session.cache_dir / "matrix"
+
+
+def begin_results(session: nox.Session, backend: str, torch: str) -> Path:
+    """The file for what this session's tests come to; see tests/matrix/records.py."""
+    folder = results_folder(session)
+    lay_out_results(folder)
+    file = folder / f"{MATRIX.index((backend, torch)):02}.jsonl"
+    note(file, started=True)
+    return file
+
+
+@cache  # once per run of nox
+def lay_out_results(folder: Path) -> None:
+    """Forget the last run, and say what there is to run, so that the table leaves nothing out."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for number, (backend, torch) in enumerate(MATRIX):
+        label = f"mpi ({MPIS[backend]})" if backend in MPIS else backend
+        note(folder / f"{number:02}.jsonl", backend=label, torch=torch)
+
+
+def note(file: Path, **record: object) -> None:
+    """Add a line to a file of results."""
+    with file.open("a", encoding="utf-8") as out:
+        out.write(json.dumps(record) + "\n")
+
+
+def gpus() -> list[str]:
+    """The CUDA devices, asked without torch: its build for them is of gigabytes."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False).stdout
+    return [line for line in listing.splitlines() if line.startswith("GPU ")]
+
+
+def is_path(argument: str) -> bool:
+    """Whether an argument after -- names a file of tests, or one test in it."""
+    return (ROOT / argument.partition("::")[0]).exists()
 
 
 def constraints(session: nox.Session, torch: str = TORCH) -> Path:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.matrix.plugin import note_launch
 from trine.distributed import init_mesh
 from trine.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from trine.distributed.testing import run_on_ranks
@@ -53,6 +54,8 @@ def mpiexec(world_size: int, rest: str, **environ: str) -> tuple[int, str, float
         timeout=100,
         check=False,
     )
+    if environ.get("BACKEND") != "gloo":
+        note_launch("mpi", world_size)
     return ended.returncode, ended.stdout + ended.stderr, time.monotonic() - started
 
 

@@ -41,6 +41,37 @@ def test_the_matrix_is_handed_to_nox_unchanged() -> None:
     assert step["env"]["SESSION"] == "${{ matrix.task.session }}"
 
 
+def test_every_session_that_checks_something_runs_in_a_workflow() -> None:
+    by_hand = {"demo", "bench"}  # what they print is for somebody who looks
+    calls = [shlex.split(line) for name in WORKFLOWS for line in commands(name)]
+    tags = {call[2] for call in calls if call[0] == "nox" and call[1] in ("-t", "--tags")} | {"cpu"}
+
+    run = frozenset[str]().union(*(nox_sessions("--tags", tag) for tag in tags))
+
+    assert all_sessions() - by_hand == run
+
+
+def test_the_matrix_tries_every_backend_with_every_torch_and_ends_with_the_table() -> None:
+    noxfile = (ROOT / "noxfile.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^OTHER_TORCHES = \((.*?)\)", noxfile, re.MULTILINE)
+    torches = re.findall(r'"(.*?)"', listed)
+    backends = ("gloo", "openmpi", "mpich")
+
+    in_matrix = in_order("--tags", "matrix")
+
+    default = ["tests_gloo", "tests_mpi(openmpi)", "tests_mpi(mpich)", "tests_nccl"]
+    others = [f"tests_torch({torch}, {backend})" for torch in torches for backend in backends]
+    assert sorted(in_matrix[:-1]) == sorted(default + others)
+    assert in_matrix[-1] == "matrix"
+
+
+def test_what_takes_long_or_wants_more_is_out_of_the_default_run() -> None:
+    default = nox_sessions()
+
+    assert "tests_gloo" in default
+    assert not any(name.startswith(("tests_mpi", "tests_nccl", "tests_torch")) for name in default)
+
+
 @pytest.mark.parametrize("name", WORKFLOWS)
 def test_every_session_that_a_workflow_names_exists(name: str) -> None:
     calls = [shlex.split(line) for line in commands(name) if line.startswith("nox ")]
@@ -92,14 +123,24 @@ def test_check_waits_for_every_other_job() -> None:
         assert f"needs.{needed}.result != 'success'" in jobs["check"]["steps"][0]["if"]
 
 
-@cache
 def nox_sessions(*args: str) -> frozenset[str]:
     """Ask nox which sessions `args` select; without any, the default ones."""
+    return frozenset(in_order(*args))
+
+
+def all_sessions() -> frozenset[str]:
+    """Every session, in the default run or not."""
+    return nox_sessions("-k", "not no_session_has_this_name")
+
+
+@cache
+def in_order(*args: str) -> tuple[str, ...]:
+    """The same as `nox_sessions`, in the order in which they run."""
     command = [sys.executable, "-m", "nox", "--list", "--json", *args]
     env = {**os.environ, "NOX_SCRIPT_MODE": "none"}
     listing = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert listing.returncode == 0, f"{shlex.join(command)} failed:\n{listing.stderr}"
-    return frozenset(task["session"] for task in json.loads(listing.stdout))
+    return tuple(task["session"] for task in json.loads(listing.stdout))
 
 
 def is_one_nox_call(line: str) -> bool:
