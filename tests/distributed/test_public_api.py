@@ -25,26 +25,6 @@ has_all_of_it = pytest.mark.skipif(
     reason=f"ours is the API of torch 2.13; torch {torch.__version__} has less of it",
 )
 
-# What torch.distributed.fsdp exports for its first engine, the class that wraps modules.
-OF_THE_WRAPPER = {
-    "BackwardPrefetch",
-    "CPUOffload",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-}
-FUNCTIONAL = sorted(set(torch_fsdp.__all__) - OF_THE_WRAPPER)
 METHODS = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
 
 # Defaults that differ on purpose: ours, and torch's. None means the policy's defaults, so that
@@ -78,8 +58,8 @@ def parameters_of(function: Callable[..., Any], name: str) -> list[tuple[str, st
 
 
 @has_all_of_it
-def test_every_name_of_the_functional_api_is_there_and_no_other_without_a_reason() -> None:
-    assert set(fsdp.__all__) == {*FUNCTIONAL, *ADDED_NAMES}
+def test_every_name_is_there_and_no_other_without_a_reason() -> None:
+    assert set(fsdp.__all__) == {*torch_fsdp.__all__, *ADDED_NAMES}
 
 
 @pytest.mark.parametrize(

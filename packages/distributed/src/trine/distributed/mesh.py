@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from trine.core import Device, get_device
 from trine.distributed.process_groups import CPU_BACKENDS, BorrowedGroup, init_process_group
 
-__all__ = ["DataParallelMeshDims", "MeshAxes", "init_mesh"]
+__all__ = ["DataParallelMeshDims", "MeshAxes", "init_mesh", "mesh_of_groups"]
 
 
 def init_mesh(
@@ -188,7 +188,7 @@ class MeshAxes:
             )
             if axes and group is not None
         ]
-        self.mesh = _mesh_of(groups, mesh.device_type)
+        self.mesh = mesh_of_groups(groups, mesh.device_type)
         self._shard_axes = [len(groups) - 1] if shard_axes else []
 
     @property
@@ -245,7 +245,7 @@ class MeshAxes:
             parts = [("replicate", self.replicate_group)]
             parts += [(names[axis], mesh.get_group(axis)) for axis in axes]
             parts += [("shard", self.shard_group)]
-            self._joined[key] = _mesh_of(
+            self._joined[key] = mesh_of_groups(
                 [(name, group) for name, group in parts if group is not None], self.device_type
             )
         return self._joined[key]
@@ -272,7 +272,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
     return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
 
 
-def _mesh_of(axes: Sequence[tuple[str, dist.ProcessGroup]], device_type: str) -> DeviceMesh:
+def mesh_of_groups(axes: Sequence[tuple[str, dist.ProcessGroup]], device_type: str) -> DeviceMesh:
     """A mesh with these groups as its axes, of all ranks that they reach from this one.
 
     In a grid a step along one axis changes the rank by as much wherever it starts.

@@ -32,7 +32,7 @@ from trine.distributed._fsdp.successors import note_successor
 from trine.distributed.mesh import DataParallelMeshDims, MeshAxes, init_mesh
 from trine.distributed.process_groups import leave_at_exit
 
-__all__ = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = ["fully_shard", "register_fsdp_forward_method", "shard_unit", "share_comm_ctx"]
 
 M = TypeVar("M")
 
@@ -94,12 +94,45 @@ def fully_shard(
         TypeError: for an argument of another type, naming it.
     """
     modules = _modules(module)
-    policy = arguments.as_precision_policy(mp_policy)
-    offload = arguments.as_offload_policy(offload_policy)
     dims = arguments.as_dims(dp_mesh_dims)
-    place = arguments.as_placement_fn(shard_placement_fn)
-    params = managed_params(modules, arguments.as_ignored(ignored_params))
-    axes = MeshAxes.of(arguments.as_mesh(mesh) or init_mesh(), dims)
+    state = shard_unit(
+        modules,
+        lambda: MeshAxes.of(arguments.as_mesh(mesh) or init_mesh(), dims),
+        reshard_after_forward=reshard_after_forward,
+        place=arguments.as_placement_fn(shard_placement_fn),
+        policy=arguments.as_precision_policy(mp_policy),
+        offload=arguments.as_offload_policy(offload_policy),
+        ignored=arguments.as_ignored(ignored_params),
+    )
+    for each in modules:
+        each.__class__ = sharded_class(type(each))
+    hooks.install(state)
+    return module
+
+
+def shard_unit(
+    modules: Sequence[nn.Module],
+    axes_of: Callable[[], MeshAxes],
+    *,
+    reshard_after_forward: bool | int | None,
+    place: Callable[[nn.Parameter], object] | None,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    ignored: set[nn.Parameter],
+) -> FSDPState:
+    """Make one unit of modules: its parameters are sharded, and nothing watches them run yet.
+
+    Args:
+        modules: beside each other; sharded ones below them keep their parameters.
+        axes_of: the ranks; asked for when the parameters were found to be free.
+        reshard_after_forward: see `fully_shard`, as are the others.
+        place: which dim of a parameter to cut, and over which mesh.
+        policy: dtypes.
+        offload: where shards live.
+        ignored: parameters to leave as they are.
+    """
+    params = managed_params(modules, ignored)
+    axes = axes_of()
     placed = [_placed(each, place, axes) for each in params]
     sizes = {each[2].shard_size: f"{each[0].fqn} is sharded over" for each in placed}
     sizes[axes.shard_size] = "parameters are sharded over"
@@ -107,17 +140,15 @@ def fully_shard(
     settings = UnitSettings(reshard_after_forward=reshards)
     reduce_settings = ReduceSettings()
     groups = _make_groups(placed, policy, reduce_settings, again_among, offload)
-    state = FSDPState(modules, axes, policy, groups, settings, reduce_settings)
+    state = FSDPState(tuple(modules), axes, policy, groups, settings, reduce_settings)
     for each in modules:
         set_state(each, state)
         for below in each.modules():
             # dynamo treats parameters of marked modules as exchangeable; so does generate()
             # of transformers decide that all ranks must go on together.
             below._is_fsdp_managed_module = True  # type: ignore[assignment]
-        each.__class__ = sharded_class(type(each))
-    hooks.install(state)
     leave_at_exit()
-    return module
+    return state
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -36,7 +36,7 @@ from trine.distributed._fsdp.torch_internals import (
     transforming,
 )
 
-__all__ = ["as_forward", "install"]
+__all__ = ["as_forward", "install", "watch_state_dicts"]
 
 _HOLDS_NO_TENSOR = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -52,6 +52,11 @@ def install(state: FSDPState) -> None:
             partial(pre_forward, state), prepend=True, with_kwargs=True
         )
         module.register_forward_hook(partial(post_forward, state), always_call=True)
+    watch_state_dicts(state)
+
+
+def watch_state_dicts(state: FSDPState) -> None:
+    """Have state dicts hold the sharded parameters, and values of any kind load into them."""
     # On the modules that hold the parameters: their state dicts are asked for alone, too, and
     # keys have reached them as they are there, after what wrappers in between have renamed.
     for owner in _owners(state):

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import nn
 
 from trine.distributed._fsdp.param import Slot
-from trine.distributed._fsdp.state import state_of
+from trine.distributed._fsdp.state import plain_name, state_of
 from trine.distributed._fsdp.successors import owner_of, successor_of
 from trine.distributed._fsdp.torch_internals import module_parameters
 
@@ -66,7 +66,7 @@ def _unmanaged_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.M
         seen.add(node)
         yield name, node
         for child_name, child in node.named_children():
-            yield from walk(child, f"{name}.{child_name}" if name else child_name)
+            yield from walk(child, plain_name(f"{name}.{child_name}" if name else child_name))
 
     for position, module in enumerate(modules):
         # Several modules have no common name until their root is known.

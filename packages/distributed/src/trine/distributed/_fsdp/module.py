@@ -16,7 +16,7 @@ from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.root import schedule_of
 from trine.distributed._fsdp.state import FSDPState, state_of
 
-__all__ = ["FSDPModule", "UnshardHandle", "sharded_class"]
+__all__ = ["FSDPModule", "UnshardHandle", "drop_grads", "sharded_class"]
 
 
 class UnshardHandle:
@@ -298,9 +298,7 @@ class FSDPModule:
         Args:
             set_to_none: drop them instead of filling them with zeros.
         """
-        for state in _states(self, recurse=True):
-            for group in state.groups:
-                group.zero_grad(set_to_none)
+        drop_grads(_states(self, recurse=True), set_to_none)
         assert isinstance(self, nn.Module)
         nn.Module.zero_grad(self, set_to_none)
 
@@ -310,6 +308,13 @@ class FSDPModule:
             "process groups. Copy the model before fully_shard, or load its state dict into "
             "another sharded one."
         )
+
+
+def drop_grads(states: Iterable[FSDPState], set_to_none: bool) -> None:
+    """Reset the gradients of sharded modules, whichever face their parameters show."""
+    for state in states:
+        for group in state.groups:
+            group.zero_grad(set_to_none)
 
 
 def _state(module: FSDPModule) -> FSDPState:

@@ -19,7 +19,7 @@ from trine.distributed._fsdp.optimizer_steps import optimizer_steps
 from trine.distributed._fsdp.param_group import refuse_meta
 from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import Schedule
-from trine.distributed._fsdp.state import FSDPState, state_of
+from trine.distributed._fsdp.state import FSDPState, plain_name, state_of
 from trine.distributed.mesh import MeshAxes
 
 __all__ = ["is_root", "schedule_of", "share_buffers"]
@@ -62,7 +62,7 @@ def _modules_below(root: FSDPState) -> Iterator[tuple[str, nn.Module]]:
 
 def _initialize(root: FSDPState) -> Schedule:
     below = [
-        (name, state)
+        (plain_name(name), state)
         for name, module in _modules_below(root)
         if (state := state_of(module)) is not None and state.modules[0] is module
     ]

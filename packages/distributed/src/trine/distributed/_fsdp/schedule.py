@@ -103,6 +103,7 @@ class UnitSettings:
         reduces: whether a backward reduces gradients over ranks or keeps them here.
         ahead_in_forward: units to gather ahead before a forward; None: the next.
         ahead_in_backward: units to gather ahead in backward; None: the one before.
+        ahead_late: gather ahead when a backward ends, rather than when it begins: less memory.
     """
 
     reshard_after_forward: bool | None = None
@@ -111,6 +112,7 @@ class UnitSettings:
     reduces: bool = True
     ahead_in_forward: Sequence[Unit] | None = None
     ahead_in_backward: Sequence[Unit] | None = None
+    ahead_late: bool = False
 
 
 @dataclass(eq=False)
@@ -307,15 +309,15 @@ class Schedule:
             if record.settings.gathers_in_backward:
                 unit.unshard()
                 unit.wait_for_unshard()
-            self._prefetch_backward(record)
+            if not record.settings.ahead_late:
+                self._prefetch_backward(record, record.calls[-1] if record.calls else 0)
         return begins
 
-    def _prefetch_backward(self, record: _Record) -> None:
+    def _prefetch_backward(self, record: _Record, position: int) -> None:
         if record.settings.ahead_in_backward is not None:
             for unit in record.settings.ahead_in_backward:
                 unit.unshard()
             return
-        position = record.calls[-1] if record.calls else 0
         ahead = 0
         for before in reversed(self._ended[:position]):
             if ahead == self._prefetch:
@@ -327,6 +329,13 @@ class Schedule:
     def post_backward(self, unit: Unit) -> None:
         """The gradients of `unit`'s inputs are known, so those of its parameters are too."""
         record = self._records[unit]
+        position = record.calls[-1] if record.calls else 0
+        self._end_backward_of(record)
+        if record.settings.ahead_late:
+            self._prefetch_backward(record, position)
+
+    def _end_backward_of(self, record: _Record) -> None:
+        unit = record.unit
         if record.calls:
             record.calls.pop()
         self._enter(record, Phase.AWAITS_BACKWARD if record.calls else Phase.IDLE)
@@ -365,7 +374,7 @@ class Schedule:
             # What it kept would reach the optimizer only after a step in which it is used again.
             if reached or (record.settings.reduces and record.unit.take_up_grads()):
                 del record.calls[1:]
-                self.post_backward(record.unit)
+                self._end_backward_of(record)
         if self.is_last_backward:
             while self._reducing:
                 for record in list(self._reducing):

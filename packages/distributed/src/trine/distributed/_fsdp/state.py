@@ -12,7 +12,10 @@ from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import Schedule, UnitSettings
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["FSDPState", "set_state", "state_of"]
+__all__ = ["WRAPPED", "FSDPState", "plain_name", "set_state", "state_of"]
+
+WRAPPED = "_fsdp_wrapped_module"
+"""Under which name a `FullyShardedDataParallel` has the module that it wraps."""
 
 _ATTRIBUTE = "_trine_fsdp_state"
 
@@ -50,3 +53,10 @@ def state_of(module: nn.Module) -> FSDPState | None:
 def set_state(module: nn.Module, state: FSDPState) -> None:
     """Make `module` a sharded one."""
     object.__setattr__(module, _ATTRIBUTE, state)
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or parameter has without the wrappers around it."""
+    if WRAPPED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != WRAPPED)

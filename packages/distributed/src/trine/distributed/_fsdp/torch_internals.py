@@ -6,6 +6,7 @@ test_torch_internals.py` runs the engine with each of them missing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement
 __all__ = [
     "all_stand",
     "apply_grad_hooks",
+    "asked_by_torchs_checkpoints",
     "backward_running",
     "call_after_backward",
     "call_post_accumulate_hooks",
@@ -294,3 +296,20 @@ def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
         rest = tensor.shape[0] - full * rows
         if rest:
             into[full, : rest * row_numel].copy_(tensor[full * rows :].reshape(-1))
+
+
+def asked_by_torchs_checkpoints() -> bool:
+    """Whether `torch.distributed.checkpoint.state_dict` has called for a state dict.
+
+    It may have called through modules around the one that asks. It takes sharded values where it
+    can get them, and knows only torch's own wrapper well enough to say so. Where the callers
+    cannot be seen, the answer is no.
+    """
+    frame = getattr(sys, "_getframe", lambda: None)()
+    own = (__name__, "torch.nn.modules.module")
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name not in own and not name.startswith("trine.distributed._wrapper"):
+            return bool(name == "torch.distributed.checkpoint.state_dict")
+        frame = frame.f_back
+    return False

@@ -1,0 +1,1 @@
+"""The second front door of the engine: a module that wraps a module."""

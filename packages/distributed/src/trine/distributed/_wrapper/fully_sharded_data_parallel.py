@@ -1,0 +1,553 @@
+"""FullyShardedDataParallel: a module that wraps a module and shards its parameters.
+
+It translates: arguments into what the engine takes, and methods into what the engine offers. It
+decides nothing about order and moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trine.core.batches import tensors_of
+from trine.distributed._fsdp import hooks
+from trine.distributed._fsdp.fully_shard import shard_unit
+from trine.distributed._fsdp.grad_norm import clip_grad_norm_
+from trine.distributed._fsdp.module import drop_grads
+from trine.distributed._fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from trine.distributed._fsdp.precision import cast_floating
+from trine.distributed._fsdp.root import is_root, schedule_of
+from trine.distributed._fsdp.state import WRAPPED, FSDPState, plain_name, state_of
+from trine.distributed._fsdp.torch_internals import asked_by_torchs_checkpoints
+from trine.distributed._wrapper import options, preparation, state_dicts
+from trine.distributed._wrapper.buffers import buffers_as
+from trine.distributed._wrapper.options import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from trine.distributed._wrapper.placement import axes_for, compute_device, default_strategy
+from trine.distributed._wrapper.state_dict_types import (
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_settings,
+    default_settings,
+)
+
+__all__ = ["FullyShardedDataParallel"]
+
+M = TypeVar("M", bound="FullyShardedDataParallel")
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard the parameters of a module over ranks; train it as if it were not.
+
+    Its parameters become DTensors, cut along dim 0, each by itself. They are gathered together
+    before the module computes, freed after it, gathered again for its backward, and their
+    gradients are averaged over the ranks and sharded. Make the optimizer afterwards. Every rank
+    must make the same calls and hold the same initial values (or set `sync_module_states`).
+
+    Parameters, buffers and state dicts have the names that they had; missing attributes, and
+    indices, are those of the wrapped module, which is `module`.
+
+    Args:
+        module: to wrap. Those below it that were wrapped before keep their parameters.
+        process_group: the ranks to shard over; for hybrid strategies a pair, the group to shard
+            over and the group that holds copies. None takes all ranks, for hybrid strategies
+            with one copy on each host.
+        sharding_strategy: see `ShardingStrategy`; None takes FULL_SHARD, or HYBRID_SHARD where
+            `device_mesh` has two axes.
+        cpu_offload: see `CPUOffload`.
+        auto_wrap_policy: which modules below are wrapped too, each on its own, with the same
+            arguments; see `trine.distributed.fsdp.wrap`. None wraps only this one.
+        backward_prefetch: when backward gathers ahead; None never does.
+        mixed_precision: see `MixedPrecision`.
+        ignored_modules: modules to leave as they are, with all that is below them.
+        param_init_fn: called with each module that is on the meta device, to give it memory and
+            values; None takes its `reset_parameters`.
+        device_id: where to compute: a device, its name, or the number of a GPU; None for where
+            the module is, or what the backend moves.
+        sync_module_states: give all ranks the parameters and buffers of the first.
+        forward_prefetch: gather the next module's parameters while one computes, in the order
+            of the iteration before.
+        limit_all_gathers: accepted, and always so: no more than two modules are gathered at once.
+        use_orig_params: accepted: parameters are always the module's own, whatever is given.
+        ignored_states: modules or parameters to leave as they are.
+        device_mesh: the ranks, instead of `process_group`: one axis, or for hybrid strategies
+            two, of which the first holds copies.
+
+    Objects of torch's FSDP (strategies, policies, configurations) are taken for ours.
+
+    Raises:
+        ValueError: if arguments contradict each other, or a parameter is sharded already.
+        TypeError: for an argument of another type, naming it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup
+        | tuple[dist.ProcessGroup, dist.ProcessGroup]
+        | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., Any] | object | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"FullyShardedDataParallel wraps an nn.Module, got {type(module).__name__}."
+            )
+        ignored = preparation.ignored_by(ignored_modules, ignored_states)
+        strategy = default_strategy(options.as_strategy(sharding_strategy), device_mesh)
+        precision = options.as_mixed_precision(mixed_precision)
+        device = compute_device(device_id, device_mesh, module)
+        axes = axes_for(strategy, process_group, device_mesh, device)
+        arguments: dict[str, Any] = {
+            "process_group": process_group,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "use_orig_params": use_orig_params,
+            "ignored_states": [*ignored[0], *ignored[1]],
+            "device_mesh": device_mesh,
+        }
+        _ = arguments, auto_wrap_policy
+        self._own_dtype = isinstance(module, tuple(precision._module_classes_to_ignore))
+        if self._own_dtype:
+            precision = MixedPrecision()
+        self.sharding_strategy = strategy
+        self.mixed_precision = precision
+        self.cpu_offload = options.as_cpu_offload(cpu_offload)
+        self.backward_prefetch = options.as_backward_prefetch(backward_prefetch)
+        self.forward_prefetch = bool(forward_prefetch)
+        self.limit_all_gathers = bool(limit_all_gathers)
+        self._device = device
+        self._settings: StateDictSettings | None = None
+        self._summoned = False
+        self._fsdp_wrapped_module = module
+        unit = preparation.modules_of_unit(module, ignored[0])
+        preparation.give_memory(unit, param_init_fn, device)
+        if device.kind != "cpu":
+            preparation.buffers_to(unit.values(), device)
+        if sync_module_states:
+            preparation.same_on_all_ranks(unit.values(), ignored[1], axes, device)
+        state = shard_unit(
+            (self,),
+            lambda: axes,
+            reshard_after_forward=False if strategy.keeps_until_backward else None,
+            place=None,
+            policy=MixedPrecisionPolicy(
+                precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False
+            ),
+            offload=CPUOffloadPolicy() if self.cpu_offload.offload_params else OffloadPolicy(),
+            ignored=ignored[1],
+        )
+        self._unit = list(unit.values())
+        self._set_prefetching(state)
+        hooks.watch_state_dicts(state)
+        self._compute = hooks.as_forward(state, self, self._call_wrapped)
+        # The first ones, so that hooks of the user's find plain names and final values.
+        self.register_state_dict_post_hook(_collect)  # type: ignore[no-untyped-call]  # torch's own
+        self.register_load_state_dict_pre_hook(_give_back)  # type: ignore[no-untyped-call]  # torch's own
+        self.register_load_state_dict_post_hook(_report_plain_names)  # type: ignore[no-untyped-call]  # torch's own
+
+    def _set_prefetching(self, state: FSDPState) -> None:
+        settings = state.settings
+        if not self.forward_prefetch:
+            settings.ahead_in_forward = []
+        if self.backward_prefetch is None:
+            settings.ahead_in_backward = []
+        settings.ahead_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+
+    # --- computing ------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the wrapped module computes, with its parameters gathered.
+
+        Raises:
+            RuntimeError: inside `summon_full_params`.
+        """
+        if self._summoned:
+            raise RuntimeError(
+                "forward was called inside summon_full_params, where this module shows copies of "
+                "its whole parameters. Leave the context first."
+            )
+        state = _state(self)
+        schedule_of(state)
+        outermost = is_root(state)
+        if outermost and self._device.kind != "cpu":
+            args, kwargs = self._device.batch_to_device((args, kwargs))
+        policy = self.mixed_precision
+        casts = policy.cast_forward_inputs or (outermost and policy.cast_root_forward_inputs)
+        if policy.param_dtype is not None and casts:
+            args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
+        if self._own_dtype:
+            return self._in_own_dtype(args, kwargs)
+        return self._compute(*args, **kwargs)
+
+    def _in_own_dtype(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute in the parameters' dtype between modules that compute in another."""
+        own = next((p.dtype for p in self._fsdp_wrapped_module.parameters()), torch.float32)
+        given = {t.dtype for t in tensors_of((args, kwargs)) if t.is_floating_point()}
+        if given <= {own}:
+            return self._compute(*args, **kwargs)
+        output = self._compute(*cast_floating(args, own), **cast_floating(kwargs, own))
+        return cast_floating(output, given.pop()) if len(given) == 1 else output
+
+    def _call_wrapped(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = self.mixed_precision.buffer_dtype
+        with nullcontext() if dtype is None else buffers_as(dtype, self._unit):
+            return self._fsdp_wrapped_module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward keep gradients on this rank, for the first backward outside to reduce.
+
+        With SHARD_GRAD_OP parameters stay whole between backwards inside.
+        """
+        states = _states(self)
+        before = [(s.settings.reduces, s.settings.reshard_after_backward) for s in states]
+        for state in states:
+            state.settings.reduces = False
+            if state.settings.reshard_after_forward is False:
+                state.settings.reshard_after_backward = False
+        try:
+            yield
+        finally:
+            for state, (reduces, reshards) in zip(states, before, strict=True):
+                state.settings.reduces = reduces
+                state.settings.reshard_after_backward = reshards
+
+    # --- what it stands for -----------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without a wrapper for activation checkpointing around it."""
+        wrapped = self._fsdp_wrapped_module
+        inside = wrapped._modules.get("_checkpoint_wrapped_module")
+        return wrapped if inside is None else inside
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that parameters are sharded over; with NO_SHARD, those that hold copies."""
+        axes = _state(self).axes
+        return axes.shard_group or axes.replicate_group
+
+    @property
+    def rank(self) -> int:
+        """The place of this rank in `process_group`."""
+        group = self.process_group
+        return 0 if group is None else group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks `process_group` has."""
+        group = self.process_group
+        return 1 if group is None else group.size()
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes."""
+        return self._device.torch_device
+
+    @property
+    def _has_params(self) -> bool:
+        """Whether it holds a flat parameter: never, since each parameter is sharded by itself."""
+        return False
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapped module is around this one."""
+        state = _state(self)
+        schedule_of(state)
+        return is_root(state)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers in a tree of modules, itself among them.
+
+        Args:
+            module: the top of the tree.
+            root_only: only those that no other wrapper is around.
+        """
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [each for each in found if each.check_is_root()] if root_only else found
+
+    def __getattr__(self, name: str) -> Any:
+        """Look for what the wrapper lacks in the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:  # not set yet
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Exchange a module, parameter or buffer where it is: in the wrapped module."""
+        wrapped = vars(self).get("_modules", {}).get(WRAPPED)
+        if wrapped is not None and name not in state_dicts.own_names(self):
+            while isinstance(wrapped, FullyShardedDataParallel):
+                wrapped = wrapped._fsdp_wrapped_module
+            if any(
+                name in held for held in (wrapped._modules, wrapped._parameters, wrapped._buffers)
+            ):
+                setattr(wrapped, name, value)
+                return
+        super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        """An item of the wrapped module, such as a layer of an `nn.Sequential`."""
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]
+
+    def extra_repr(self) -> str:
+        """The strategy and the number of ranks."""
+        axes = _state(self).axes
+        copies = f", copies={axes.replicate_size}" if axes.replicate_size > 1 else ""
+        return f"{self.sharding_strategy.name}, shards={axes.shard_size}{copies}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "A FullyShardedDataParallel cannot be copied: its shards belong to process groups. "
+            "Copy the model before it is wrapped, or load its state dict into another one."
+        )
+
+    # --- nn.Module, with plain names and parameters in the right place ----------------------
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, with the names that they have in the wrapped module."""
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield plain_name(name), param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers, with the names that they have in the wrapped module."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield plain_name(name), buffer
+
+    def _apply(self: M, fn: Callable[..., Any], recurse: bool = True) -> M:
+        # What is whole at the moment is derived from the shards, which are to be changed.
+        for state in _states(self):
+            for group in state.groups:
+                group.reshard()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, also of parameters that are whole at the moment.
+
+        What waits on this rank for a later reduction is dropped, and a reduction under way too.
+
+        Args:
+            set_to_none: drop them instead of filling them with zeros.
+        """
+        drop_grads(_states(self), set_to_none)
+        super().zero_grad(set_to_none)
+
+    def share_memory(self: M) -> M:
+        """Refused: processes that share memory would not be ranks of the process group."""
+        raise RuntimeError(
+            "share_memory cannot be used on a FullyShardedDataParallel: another process that "
+            "holds its shards is none of its ranks and cannot gather them. Share a plain copy: "
+            "load model.state_dict() of FULL_STATE_DICT into an unwrapped module."
+        )
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`.
+
+        Every rank must call it. Parameters that are ignored count too; their gradients must be
+        equal on all ranks.
+
+        Args:
+            max_norm: the most that the norm may be.
+            norm_type: p of the norm; `math.inf` for the greatest magnitude.
+
+        Returns:
+            The norm before clipping, the same on every rank; see `clip_grad_norm_` of
+            `trine.distributed.fsdp`.
+        """
+        for state in _states(self):
+            for group in state.groups:
+                group.reshard()  # whole parameters have no gradients
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    # --- state dicts ------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose what state dicts of the wrappers in a tree of modules hold.
+
+        Args:
+            module: the top of the tree.
+            state_dict_type: of the model's and the optimizer's state dicts.
+            state_dict_config: of the model's, made for that type; None for its defaults.
+            optim_state_dict_config: of the optimizer's, the same.
+
+        Returns:
+            What was set before.
+
+        Raises:
+            ValueError: if a configuration is made for another type, or the tree has no wrapper,
+                or wrappers that are set differently.
+        """
+        chosen = as_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before = FullyShardedDataParallel.get_state_dict_type(module)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._settings = chosen
+        return before
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """The same for the time of a `with` block; see `set_state_dict_type`."""
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        before = [wrapper._settings for wrapper in wrappers]
+        FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper, settings in zip(wrappers, before, strict=True):
+                wrapper._settings = settings
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """What is set for the wrappers in a tree of modules.
+
+        Raises:
+            ValueError: if there is none, or they are set differently.
+        """
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not wrappers:
+            raise ValueError(
+                f"{type(module).__name__} holds no FullyShardedDataParallel, so there is nothing "
+                "to set. Wrap it, or modules inside it, first."
+            )
+        found = [wrapper._settings or default_settings() for wrapper in wrappers]
+        if any(settings != found[0] for settings in found):
+            kinds = sorted({settings.state_dict_type.name for settings in found})
+            raise ValueError(
+                f"The wrappers inside of this {type(module).__name__} are set differently "
+                f"({', '.join(kinds)}, or other configurations). Call set_state_dict_type on the "
+                "outermost one."
+            )
+        return found[0]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the wrapped module, of the type that `set_state_dict_type` has set.
+
+        By default whole tensors; every rank must then ask for it together.
+        """
+        names = ("destination", "prefix", "keep_vars")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        into, prefix = given.get("destination"), given.get("prefix", "")
+        sharded = self._settings is None and asked_by_torchs_checkpoints()
+        before = self._set_sharded() if sharded else None
+        try:
+            # In a dictionary of its own, so that only what is this wrapper's is renamed.
+            found = super().state_dict(prefix=prefix, keep_vars=given.get("keep_vars", False))
+        finally:
+            for wrapper in before or ():
+                wrapper._settings = None
+        if into is None:
+            return found
+        into.update(found)
+        getattr(into, "_metadata", {}).update(getattr(found, "_metadata", {}))
+        return into
+
+    def _set_sharded(self) -> list[FullyShardedDataParallel]:
+        unset = [each for each in self.fsdp_modules(self) if each._settings is None]
+        for wrapper in unset:
+            wrapper._settings = StateDictSettings(
+                StateDictType.SHARDED_STATE_DICT,
+                ShardedStateDictConfig(),
+                ShardedOptimStateDictConfig(),
+            )
+        return unset
+
+    @staticmethod
+    def _fqn_modifiers() -> dict[str, str]:
+        # torch.distributed.checkpoint.state_dict leaves out such a name while it walks.
+        return {"": WRAPPED}
+
+
+def _collect(module: nn.Module, values: Any, prefix: str, metadata: Any) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    settings = module._settings or default_settings()
+    state_dicts.collected(_state(module), values, prefix, settings)
+
+
+def _give_back(
+    module: nn.Module,
+    values: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    settings = module._settings or default_settings()
+    local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    own = state_dicts.own_names(module)
+    state_dicts.given_back(_state(module), values, prefix, own, local)
+    module._load_errors = errors
+
+
+def _report_plain_names(module: nn.Module, incompatible: Any) -> None:
+    assert isinstance(module, FullyShardedDataParallel)
+    errors = vars(module).pop("_load_errors", [])
+    for names in (incompatible.missing_keys, incompatible.unexpected_keys, errors):
+        names[:] = [state_dicts.without_infix(name) for name in names]
+
+
+def _state(wrapper: FullyShardedDataParallel) -> FSDPState:
+    state = state_of(wrapper)
+    assert state is not None
+    return state
+
+
+def _states(module: nn.Module) -> list[FSDPState]:
+    return [state for each in module.modules() if (state := state_of(each)) is not None]
