@@ -158,18 +158,39 @@ def bitwise() -> None:
         assert_equal(own, expected, op)
 
 
-def half_sums() -> None:
+def sums_in_the_order_of_ranks() -> None:
+    from trine.distributed.mpi import operations
+
+    operations._CHUNK_BYTES = 2**12  # so that parts travel in several
     rank, ranks = here()
-    for dtype in (torch.float16, torch.bfloat16):
-        torch.manual_seed(0)
-        rows = torch.randn(ranks, 30_000).to(dtype)
-        own = rows[rank].clone()
-        dist.all_reduce(own)
-        # Added up in fp32 in the order of ranks, and rounded once.
-        total = rows[0].float()
-        for row in rows[1:]:
-            total += row.float()
-        assert_equal(own, total.to(dtype), dtype)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            rows = torch.randn(ranks, ranks * 7001).to(dtype)
+            # In fp32 and, for half types, rounded once.
+            total = torch.zeros(rows[0].shape)
+            for row in rows:
+                total += row.float()
+            if op == dist.ReduceOp.AVG:
+                total /= ranks
+            expected = total.to(dtype)
+
+            own = rows[rank].clone()
+            dist.all_reduce(own, op)
+            assert_equal(own, expected, ("all_reduce", dtype, op))
+
+            odd = rows[rank][:-1].clone()  # does not divide by the ranks
+            dist.all_reduce(odd, op)
+            assert_equal(odd, expected[:-1], ("all_reduce of odd parts", dtype, op))
+
+            sent, out = rows[rank].clone(), torch.empty(7001, dtype=dtype)
+            reduce_scatter_single(out, sent, op)
+            assert_equal(out, expected.view(ranks, -1)[rank], ("reduce_scatter", dtype, op))
+            assert_equal(sent, rows[rank], ("what was sent", dtype, op))
+
+            place = sent.view(ranks, -1)[rank]  # of the result, as some programs want it
+            reduce_scatter_single(place, sent, op)
+            assert_equal(place, expected.view(ranks, -1)[rank], ("in place", dtype, op))
 
 
 def uneven_parts() -> None:
@@ -348,7 +369,7 @@ EVERYWHERE = (moves_every_dtype, reduces_every_dtype, bitwise, uneven_parts, obj
 WITH_OTHERS = (messages, dtensors, ddp)
 # gloo adds up half types in half precision, wants contiguous tensors, overwrites what is sent
 # from another rank's place in the result, and speaks torch's words.
-ON_MPI = (half_sums, strided, aliases, other_devices, larger_than_a_call)
+ON_MPI = (sums_in_the_order_of_ranks, strided, aliases, other_devices, larger_than_a_call)
 
 
 def everything() -> list[str]:
@@ -370,4 +391,4 @@ def test_everything_that_c10d_offers(
 ) -> None:
     bodies = run_on_ranks(everything, world_size)[0]
 
-    assert ("half_sums" in bodies) == (backend == "mpi" and world_size > 1)
+    assert ("sums_in_the_order_of_ranks" in bodies) == (backend == "mpi" and world_size > 1)

@@ -7,9 +7,9 @@ has to be contiguous is; what is not travels through a buffer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mpi4py import MPI
@@ -17,15 +17,16 @@ from torch import Tensor
 
 __all__ = [
     "MOST_BYTES",
+    "Landing",
     "Scratch",
     "as_bytes",
     "check_on_cpu",
-    "laid_out",
     "pieces",
     "written_back",
 ]
 
 Spec = list[Any]  # what mpi4py takes for a buffer
+_KINDS = 64  # of small landings, at most
 
 # MPI counts are C ints where the library lacks MPI 4; a call moves less than that.
 MOST_BYTES = 2**30
@@ -38,7 +39,7 @@ def check_on_cpu(*tensors: Tensor) -> None:
         ValueError: naming the device and the way out.
     """
     for tensor in tensors:
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise ValueError(
                 f"The backend mpi moves tensors of the CPU, and this one is on {tensor.device}. "
                 "Move it with .cpu() first, or start the process group with a backend of that "
@@ -49,15 +50,6 @@ def check_on_cpu(*tensors: Tensor) -> None:
 def as_bytes(tensor: Tensor) -> Spec:
     """A contiguous tensor as a buffer of MPI; memory is shared."""
     return [MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.nbytes, MPI.BYTE]
-
-
-def laid_out(tensor: Tensor, counts: Sequence[int]) -> Spec:
-    """The same, dealt out to ranks: `counts` elements for each, one part behind the other."""
-    size = tensor.element_size()
-    sizes = [count * size for count in counts]
-    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
-    memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
-    return [memory, (sizes, starts), MPI.BYTE]
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -112,3 +104,37 @@ class Scratch:
             self._idle.sort(key=lambda each: each.nbytes)
             while sum(each.nbytes for each in self._idle) > self._keep_nbytes:
                 self._idle.pop(0)
+
+
+class Landing:
+    """Where a small tensor of each rank arrives, kept with its views for the next of its kind.
+
+    Making views takes longer than moving a few bytes.
+
+    Attributes:
+        rows: one for each rank, 1-D, of undefined content.
+        memory: all of them, to be received into.
+    """
+
+    _idle: ClassVar[dict[tuple[int, int, torch.dtype], list[Landing]]] = {}
+
+    def __init__(self, ranks: int, numel: int, dtype: torch.dtype) -> None:
+        whole = torch.empty((ranks, numel), dtype=dtype)
+        self.rows = whole.unbind()
+        nbytes = numel * dtype.itemsize
+        self.memory = [MPI.memory.fromaddress(whole.data_ptr(), whole.nbytes), nbytes, MPI.BYTE]
+        self._kind = (ranks, numel, dtype)
+
+    @classmethod
+    def lend(cls, ranks: int, numel: int, dtype: torch.dtype) -> Landing:
+        """One that nobody else uses; never to be seen again, unless it is given back."""
+        try:
+            return cls._idle[ranks, numel, dtype].pop()
+        except LookupError:
+            return cls(ranks, numel, dtype)
+
+    def give_back(self) -> None:
+        """Let others have it."""
+        if len(self._idle) > _KINDS:
+            self._idle.clear()
+        self._idle.setdefault(self._kind, []).append(self)

@@ -3,6 +3,10 @@
 Each is a generator: it yields requests and goes on when they are complete. Every rank of the
 communicator runs the same one with the same sizes. Reductions are an exchange followed by a
 sum on each rank: faster here than MPI's own, in the order of the ranks, for every dtype.
+
+What is exchanged travels in messages from rank to rank. MPICH's non-blocking all-to-all moves
+one small piece for each test of its request, also what a rank sends to itself: 64 MiB took
+two seconds.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from trine.distributed.mpi import buffers
-from trine.distributed.mpi.buffers import Scratch, as_bytes, laid_out, pieces, written_back
-from trine.distributed.mpi.reductions import Op, check_reducible, reduce_rows
+from trine.distributed.mpi.buffers import Landing, Scratch, as_bytes, pieces, written_back
+from trine.distributed.mpi.reductions import Op, reduce_rows
 from trine.distributed.mpi.work import Steps
 
 __all__ = [
@@ -33,6 +37,10 @@ __all__ = [
 ]
 
 _SMALL_BYTES = 2**16  # up to which one exchange of everything beats two of the parts
+# Of a part that is reduced while the next arrives: what arrives is still in the cache, and little
+# memory is enough. Of smaller ones, many under way at once take long to be told apart.
+_CHUNK_BYTES = 2**22
+_MOST_CHUNKS = 64
 _scratch = Scratch()
 
 
@@ -103,68 +111,88 @@ def all_to_all(
     sent = sent.contiguous()
     if _overlap(sent, whole):
         sent = sent.clone()
-    if max(whole.nbytes, sent.nbytes) > buffers.MOST_BYTES:
-        yield from _pairwise(comm, whole, sent, out_counts, sent_counts)
-    else:
-        yield [comm.Ialltoallv(laid_out(sent, sent_counts), laid_out(whole, out_counts))]
+    from_ranks = torch.split(whole.view(-1), list(out_counts))
+    to_ranks = torch.split(sent.view(-1), list(sent_counts))
+    yield _send_parts(comm, to_ranks) + _receive_parts(comm, from_ranks)
+    from_ranks[comm.rank].copy_(to_ranks[comm.rank])
     if copied:
         out.copy_(whole)
 
 
-def _pairwise(
-    comm: MPI.Comm,
-    out: Tensor,
-    sent: Tensor,
-    out_counts: Sequence[int],
-    sent_counts: Sequence[int],
-) -> Steps:
-    """With one rank after the other, in pieces; for more than MPI can count at once."""
-    to_ranks = torch.split(sent.view(-1), list(sent_counts))
-    from_ranks = torch.split(out.view(-1), list(out_counts))
-    from_ranks[comm.rank].copy_(to_ranks[comm.rank])
-    for step in range(1, comm.size):
-        to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
-        requests = [comm.Irecv(as_bytes(piece), source) for piece in pieces(from_ranks[source])]
-        requests += [comm.Isend(as_bytes(piece), to) for piece in pieces(to_ranks[to])]
-        yield requests
+def _send_parts(comm: MPI.Comm, parts: Sequence[Tensor]) -> list[MPI.Request]:
+    """Start to send part r to rank r, but for this rank's own."""
+    rank, ranks = comm.rank, comm.size
+    others = [(rank + step) % ranks for step in range(1, ranks)]
+    return [comm.Isend(as_bytes(piece), to) for to in others for piece in pieces(parts[to])]
+
+
+def _receive_parts(comm: MPI.Comm, parts: Sequence[Tensor]) -> list[MPI.Request]:
+    """Start to fill part r with what rank r sends, but for this rank's own."""
+    rank, ranks = comm.rank, comm.size
+    others = [(rank - step) % ranks for step in range(1, ranks)]
+    return [comm.Irecv(as_bytes(piece), rank) for rank in others for piece in pieces(parts[rank])]
 
 
 def reduce_scatter(comm: MPI.Comm, out: Tensor, rows: Tensor, op: Op) -> Steps:
     """Reduce over ranks, and keep this rank's part: `rows` holds one part for each rank."""
-    check_reducible(out, op)
     whole, copied = written_back(out)
-    numel = out.numel()
-    with _scratch.lend(comm.size * numel, out.dtype) as received:
-        counts = [numel] * comm.size
-        yield from all_to_all(comm, received, rows.reshape(-1), counts, counts)
-        reduce_rows(received.view(comm.size, numel), op, whole.view(-1))
+    rows = rows.contiguous()
+    if not rows.numel():
+        return
+    if rows.nbytes <= _SMALL_BYTES:
+        landing = Landing.lend(comm.size, out.numel(), out.dtype)
+        memory, _, kind = as_bytes(rows)
+        yield [comm.Ialltoall([memory, whole.nbytes, kind], landing.memory)]
+        reduce_rows(landing.rows, op, whole.view(-1), landing.rows[0])
+        landing.give_back()
+    else:
+        if _overlap(rows, whole):
+            rows = rows.clone()
+        yield from _reduce_parts(comm, rows.view(comm.size, -1), op, whole.view(-1))
     if copied:
         out.copy_(whole)
 
 
+def _reduce_parts(comm: MPI.Comm, parts: Tensor, op: Op, out: Tensor) -> Steps:
+    """Reduce row r of `parts` for rank r, chunk by chunk, into `out`, which may be this row."""
+    ranks, rank, numel = comm.size, comm.rank, out.numel()
+    width = min(max(_CHUNK_BYTES // out.itemsize, -(-numel // _MOST_CHUNKS)), numel)
+    chunks = [parts[:, start : start + width].unbind() for start in range(0, numel, width)]
+    sends = [request for chunk in chunks for request in _send_parts(comm, chunk)]
+    with _scratch.lend(ranks * width, out.dtype) as memory:
+        landing = memory.view(ranks, width)
+        for chunk, result in zip(chunks, torch.split(out, width), strict=True):
+            rows = list(landing[:, : len(result)].unbind())
+            spare, rows[rank] = rows[rank], chunk[rank]
+            yield _receive_parts(comm, rows)
+            reduce_rows(rows, op, result, spare)
+        yield sends
+
+
 def all_reduce(comm: MPI.Comm, tensor: Tensor, op: Op) -> Steps:
     """Reduce over ranks, and give every rank the result."""
-    check_reducible(tensor, op)
-    flat = tensor.contiguous().view(-1)
-    ranks, numel = comm.size, flat.numel()
-    if ranks * flat.nbytes <= _SMALL_BYTES or numel < ranks:
-        with _scratch.lend(ranks * numel, flat.dtype) as received:
-            yield from all_gather(comm, received, flat)
-            reduce_rows(received.view(ranks, numel), op, flat)
+    flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+    if comm.size * flat.nbytes <= _SMALL_BYTES:
+        yield from _all_reduce_small(comm, flat.view(-1), op)
     else:
-        part = -(-numel // ranks)
-        with _scratch.lend(ranks * part, flat.dtype) as padded:
-            padded[:numel].copy_(flat)
-            padded[numel:].zero_()
-            own = padded.view(ranks, part)[comm.rank]
-            with _scratch.lend(ranks * part, flat.dtype) as received:
-                counts = [part] * ranks
-                yield from all_to_all(comm, received, padded, counts, counts)
-                reduce_rows(received.view(ranks, part), op, own)
-            yield from all_gather(comm, padded, own)
-            flat.copy_(padded[:numel])
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
+        # Equal parts, and the few elements that are left.
+        parts = flat.view(-1)[: flat.numel() // comm.size * comm.size].view(comm.size, -1)
+        own = parts[comm.rank]
+        yield from _all_reduce_small(comm, flat.view(-1)[parts.numel() :], op)
+        if own.numel():
+            yield from _reduce_parts(comm, parts, op, own)
+            yield from all_gather(comm, parts, own)
+    if flat is not tensor:
+        tensor.copy_(flat)
+
+
+def _all_reduce_small(comm: MPI.Comm, flat: Tensor, op: Op) -> Steps:
+    """Everyone sends all there is, and reduces it."""
+    if flat.numel():
+        landing = Landing.lend(comm.size, flat.numel(), flat.dtype)
+        yield [comm.Iallgather(as_bytes(flat), landing.memory)]
+        reduce_rows(landing.rows, op, flat, landing.rows[0])
+        landing.give_back()
 
 
 def gather(comm: MPI.Comm, outs: Sequence[Tensor], own: Tensor, root: int) -> Steps:

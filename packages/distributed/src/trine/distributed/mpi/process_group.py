@@ -8,7 +8,7 @@ and named; `operations` knows what to do, `progress` does it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -55,7 +55,8 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._lane = next(_lanes)
         self._sequence = itertools.count()
         self._coalesced: list[MPIWork] | None = None
-        self._name = self._description = ""
+        self._description = ""
+        self.setGroupName("")
 
     # --- what torch asks of a group, beside collectives -------------------------------------
     # In C++ the name lives in the backend that belongs to a group, and this one has none.
@@ -73,6 +74,7 @@ class MPIProcessGroup(dist.ProcessGroup):
     def setGroupName(self, name: str) -> None:
         """Give the group a name."""
         self._name = name
+        self._where = f"of group {name or '(default)'} ({self.size()} ranks) on rank {self.rank()}"
 
     _set_group_name = setGroupName
 
@@ -127,10 +129,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         asked = getattr(opts, "timeout", None)
         if asked is not None and timedelta(0) < asked < timeout:
             timeout = asked
-        label = (
-            f"{operation} #{next(self._sequence)} of group {self._name or '(default)'} "
-            f"({self.size()} ranks) on rank {self.rank()}"
-        )
+        label = f"{operation} #{next(self._sequence)} {self._where}"
         work = MPIWork(label, steps, timeout.total_seconds(), results)
         if found is not None:
             found.append(work)
@@ -142,7 +141,12 @@ class MPIProcessGroup(dist.ProcessGroup):
         return work
 
     def _each(self, steps: Callable[..., Steps], *arguments: Sequence[Any]) -> Steps:
-        for each in zip(*arguments, strict=True):
+        if len(arguments[0]) == 1:
+            return steps(self._comm, *(each[0] for each in arguments))
+        return self._all(steps, zip(*arguments, strict=True))
+
+    def _all(self, steps: Callable[..., Steps], calls: Iterable[tuple[Any, ...]]) -> Steps:
+        for each in calls:
             yield from steps(self._comm, *each)
 
     # --- moving ----------------------------------------------------------------------------

@@ -87,16 +87,22 @@ class Progress:
         if not alone:
             self._submitted.put((lane, work))
             return
-        patience = _Patience()
         try:
-            while not work.advance():
-                if time.monotonic() > work.deadline:
-                    self._expire(work)
-                    return
-                patience.wait()
+            if not work.advance() and not self._wait(work):
+                self._expire(work)
+                return
             self._look_at(work)
         finally:
             self._done(lane)
+
+    def _wait(self, work: MPIWork) -> bool:
+        """Drive an operation; False if time is up."""
+        patience = _Patience()
+        while not work.advance():
+            if time.monotonic() > work.deadline:
+                return False
+            patience.wait()
+        return True
 
     def _done(self, lane: int) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ Steps = Iterator[Sequence[MPI.Request]]
 none, it has to wait for something that it asks about itself."""
 
 _NO_TIMEOUT = timedelta(0)
+_ending = threading.Lock()  # of all: it is held for a moment, and making one for each costs as much
 _REPORT_S = 5.0  # beyond the timeout, for whoever drives the operation to say that it is over
 
 
@@ -45,8 +46,10 @@ class MPIWork(dist.Work):
         self._requests: list[MPI.Request] = []
         self._results = list(results)
         self._error: BaseException | None = None
-        self._over = threading.Event()
-        self._lock = threading.Lock()
+        self._is_over = False
+        # Held until it is over. An Event is this with more around it, which small operations feel.
+        self._over = threading.Lock()
+        self._over.acquire()
         self._future: torch.futures.Future[Any] | None = None
 
     def advance(self) -> bool:
@@ -55,7 +58,7 @@ class MPIWork(dist.Work):
         Returns:
             True once the operation is over, well or not.
         """
-        if self._over.is_set():
+        if self._is_over:
             return True
         try:
             while True:
@@ -75,11 +78,14 @@ class MPIWork(dist.Work):
 
     def end(self, error: BaseException | None) -> None:
         """Wake whoever waits. Buffers of requests that are still under way are kept alive."""
-        with self._lock:
+        with _ending:
+            if self._is_over:
+                return
             self._error = error
             if error is None:
                 self._steps = None
-            self._over.set()
+            self._is_over = True
+            self._over.release()
             future = self._future
         if future is not None:
             self._fill(future)
@@ -91,8 +97,10 @@ class MPIWork(dist.Work):
             DistBackendError: if it failed, or is not over within `timeout`.
         """
         limit = timeout.total_seconds() or self.timeout_s + _REPORT_S
-        if not self._over.wait(limit):
-            raise dist.DistBackendError(f"mpi: {self.label} is not complete after {limit:g} s.")
+        if not self._is_over:
+            if not self._over.acquire(timeout=limit):
+                raise dist.DistBackendError(f"mpi: {self.label} is not complete after {limit:g} s.")
+            self._over.release()  # for others that wait
         if self._error is not None:
             raise self._error
         return True
@@ -103,11 +111,11 @@ class MPIWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is over, well or not."""
-        return self._over.is_set()
+        return self._is_over
 
     def is_success(self) -> bool:
         """Whether it is over, and well."""
-        return self._over.is_set() and self._error is None
+        return self._is_over and self._error is None
 
     def exception(self) -> BaseException | None:
         """What went wrong, if something did."""
@@ -126,11 +134,11 @@ class MPIWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the results."""
-        with self._lock:
+        with _ending:
             fresh = self._future is None
             if self._future is None:
                 self._future = torch.futures.Future()
-            future, over = self._future, self._over.is_set()
+            future, over = self._future, self._is_over
         if fresh and over:
             self._fill(future)
         return future
