@@ -29,6 +29,7 @@ __all__ = [
     "chunk_cat",
     "copy_grad_hooks",
     "dtensor_over",
+    "function_of_policy",
     "hooked",
     "local_tensor",
     "module_parameters",
@@ -313,3 +314,14 @@ def asked_by_torchs_checkpoints() -> bool:
             return bool(name == "torch.distributed.checkpoint.state_dict")
         frame = frame.f_back
     return False
+
+
+def function_of_policy(policy: object) -> Callable[[nn.Module], object] | None:
+    """The function that a `CustomPolicy` of torch's own FSDP asks; None for anything else.
+
+    Without torch's name for it: None, and such a policy is refused.
+    """
+    for cls in type(policy).__mro__:
+        if cls.__name__ == "CustomPolicy" and cls.__module__.startswith("torch.distributed."):
+            return getattr(policy, "_lambda_fn", None)
+    return None
