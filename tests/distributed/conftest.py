@@ -16,11 +16,21 @@ from trine.core import register_device
 from trine.core.devices import registry
 from trine.distributed import testing
 
+BACKEND = os.environ.get("TRINE_TEST_BACKEND", "gloo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip on other backends what is marked as `only_gloo`, for the reason that the mark gives."""
+    for item in items:
+        marker = item.get_closest_marker("only_gloo")
+        if marker is not None and BACKEND != "gloo":
+            item.add_marker(pytest.mark.skip(reason=f"of gloo alone: {marker.args[0]}"))
+
 
 @pytest.fixture(scope="session")
 def backend() -> str:
     """The backend on which bodies run: that of the environment, as the sessions of nox set it."""
-    return os.environ.get("TRINE_TEST_BACKEND", "gloo")
+    return BACKEND
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,9 @@ from torch.distributed import distributed_c10d
 
 from tests.distributed.programs import living_processes, running
 from trine.core import TrineError
-from trine.distributed.testing import RanksFailed, most_ranks, run_on_ranks
+from trine.distributed.testing import RanksFailed, most_ranks
+
+RunOnRanks = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True)
@@ -129,20 +131,22 @@ def when_connected_and_when_begun(late: ConnectsLate) -> Times:
     return Times(late.connected_at, begun_at=time.monotonic())
 
 
-def test_each_rank_returns_its_own_result_in_the_order_of_ranks() -> None:
+def test_each_rank_returns_its_own_result_in_the_order_of_ranks(run_on_ranks: RunOnRanks) -> None:
     results = run_on_ranks(rank_and_sum, 3, 0.5)
 
     assert results == [(0, 3.0), (1, 3.0), (2, 3.0)]  # 0.5 + 1.0 + 1.5
 
 
-def test_arguments_and_results_may_be_of_classes_of_the_test_module() -> None:
+def test_arguments_and_results_may_be_of_classes_of_the_test_module(
+    run_on_ranks: RunOnRanks,
+) -> None:
     (result,) = run_on_ranks(swap, 1, Pair(3, torch.tensor(4)))
 
     assert (result.left, int(result.right)) == (4, 3)
 
 
 def test_a_body_is_found_in_its_file_if_its_module_cannot_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_on_ranks: RunOnRanks
 ) -> None:
     file = tmp_path / "body.py"
     file.write_text("class Answer(int): ...\n\ndef answer(to): return Answer(to)\n")
@@ -162,7 +166,7 @@ def test_a_body_is_found_in_its_file_if_its_module_cannot_be_imported(
 
 
 def test_ranks_see_the_environment_of_the_call_and_use_one_thread(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, run_on_ranks: RunOnRanks
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for value in ("first", "second"):  # a fork server remembers the environment of its start
@@ -171,13 +175,17 @@ def test_ranks_see_the_environment_of_the_call_and_use_one_thread(
         assert run_on_ranks(environment, 1, "TRINE_TEST_VALUE") == [(value, 1)]
 
 
-def test_ranks_use_as_many_threads_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_as_many_threads_as_they_are_told(
+    monkeypatch: pytest.MonkeyPatch, run_on_ranks: RunOnRanks
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
     assert run_on_ranks(environment, 1, "OMP_NUM_THREADS") == [("2", 2)]
 
 
-def test_the_first_failure_is_read_before_those_that_follow_from_it() -> None:
+def test_the_first_failure_is_read_before_those_that_follow_from_it(
+    run_on_ranks: RunOnRanks,
+) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(fail_on_rank_1_while_others_wait, 3)
 
@@ -197,19 +205,23 @@ def test_the_first_failure_is_read_before_those_that_follow_from_it() -> None:
         ("sys.exit", "failed: SystemExit: 0"),
     ],
 )
-def test_a_rank_that_ends_without_a_result_is_named_first(how: str, told: str) -> None:
+def test_a_rank_that_ends_without_a_result_is_named_first(
+    how: str, told: str, run_on_ranks: RunOnRanks
+) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(end_on_rank_1, 2, how)
 
     assert str(caught.value).startswith(f"Rank 1 of 2 {told}")
 
 
-def test_a_result_that_cannot_travel_is_a_failure_of_that_rank() -> None:
+def test_a_result_that_cannot_travel_is_a_failure_of_that_rank(run_on_ranks: RunOnRanks) -> None:
     with pytest.raises(RanksFailed, match=r"Rank 0 of 1 failed: .*pickle"):
         run_on_ranks(return_what_cannot_travel, 1)
 
 
-def test_a_result_that_does_not_arrive_whole_is_a_failure_of_that_rank() -> None:
+def test_a_result_that_does_not_arrive_whole_is_a_failure_of_that_rank(
+    run_on_ranks: RunOnRanks,
+) -> None:
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(return_on_rank_1_what_cannot_be_read, 3)
 
@@ -219,12 +231,12 @@ def test_a_result_that_does_not_arrive_whole_is_a_failure_of_that_rank() -> None
     assert caught.value.others == {0: "finished.", 2: "finished."}
 
 
-def test_output_that_cannot_be_written_is_a_failure_of_that_rank() -> None:
+def test_output_that_cannot_be_written_is_a_failure_of_that_rank(run_on_ranks: RunOnRanks) -> None:
     with pytest.raises(RanksFailed, match=r"Rank 0 of 1 failed: OSError: .*No space left"):
         run_on_ranks(print_to_a_full_disk, 1)
 
 
-def test_an_error_of_ours_is_handed_on_without_its_traceback() -> None:
+def test_an_error_of_ours_is_handed_on_without_its_traceback(run_on_ranks: RunOnRanks) -> None:
     with pytest.raises(RanksFailed) as ours:
         run_on_ranks(fail_with, 1, TrineError("what to do"))
     with pytest.raises(RanksFailed) as foreign:
@@ -234,14 +246,17 @@ def test_an_error_of_ours_is_handed_on_without_its_traceback() -> None:
     assert foreign.value.explanation == ""
 
 
-def test_no_body_begins_before_every_rank_is_connected() -> None:
+@pytest.mark.only_gloo("over MPI, ranks that leave wait for each other")
+def test_no_body_begins_before_every_rank_is_connected(run_on_ranks: RunOnRanks) -> None:
     first, second = run_on_ranks(when_connected_and_when_begun, 2, ConnectsLate(rank=1))
 
     # Else the body of rank 0 may end, and rank 0 leave, before rank 1 has reached it.
     assert first.begun_at >= second.connected_at
 
 
-def test_at_the_time_limit_every_unfinished_rank_says_where_it_stands() -> None:
+def test_at_the_time_limit_every_unfinished_rank_says_where_it_stands(
+    run_on_ranks: RunOnRanks,
+) -> None:
     run_on_ranks(swap, 1, Pair(0, torch.tensor(0)))  # from here on, ranks start in no time
 
     with pytest.raises(RanksFailed) as caught:
@@ -252,7 +267,7 @@ def test_at_the_time_limit_every_unfinished_rank_says_where_it_stands() -> None:
     assert caught.value.others == {0: "finished."}
 
 
-def test_a_body_that_no_other_process_can_find_is_refused() -> None:
+def test_a_body_that_no_other_process_can_find_is_refused(run_on_ranks: RunOnRanks) -> None:
     def nested() -> None: ...
 
     for body in (nested, lambda: None, torch.nn.Linear(1, 1).forward):
@@ -263,9 +278,11 @@ def test_a_body_that_no_other_process_can_find_is_refused() -> None:
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 10**6])
-def test_a_number_of_ranks_that_this_machine_cannot_run_is_refused(world_size: int) -> None:
+def test_a_number_of_ranks_that_this_machine_cannot_run_is_refused(
+    world_size: int, run_on_ranks: RunOnRanks
+) -> None:
     with pytest.raises(
-        ValueError, match=rf"{world_size} ranks were asked for.* 1 to \d+ with gloo"
+        ValueError, match=rf"{world_size} ranks were asked for.* 1 to \d+ with (gloo|mpi)"
     ):
         run_on_ranks(rank_and_sum, world_size, 1.0)
 
@@ -286,16 +303,19 @@ PROGRAM = """
             signal.pause()
 
     if __name__ == "__main__":
-        run_on_ranks(body, 3, timeout_s=None)
+        backend = os.environ.get("TRINE_TEST_BACKEND", "gloo")
+        run_on_ranks(body, 3, timeout_s=None, backend=backend)
 """
 
 PROGRAM_THAT_STARTS_SLOWLY = """
+    import os
     from trine.distributed import _launch
     from trine.distributed.testing import most_ranks, run_on_ranks
 
     if __name__ == "__main__":
         _launch._PRELOAD[:] = ["slow"]  # what the fork server imports
-        run_on_ranks(most_ranks, 2)
+        backend = os.environ.get("TRINE_TEST_BACKEND", "gloo")
+        run_on_ranks(most_ranks, 2, backend=backend)
 """
 
 

@@ -25,8 +25,9 @@ from typing import Any
 import torch.distributed as dist
 
 from trine.core import CUDADevice, TrineError
-from trine.distributed._mpiexec import WatchedProcess, mpiexec
+from trine.distributed._mpiexec import mpiexec
 from trine.distributed._rank_main import (
+    ENDED_FROM_OUTSIDE,
     STACKS_SIGNAL,
     Assignment,
     BodyReference,
@@ -128,11 +129,11 @@ def launch(
     reference = BodyReference.to(body)
     pickled = pickle.dumps(tuple(args))
     if backend == "mpi":
-        with mpiexec(world_size) as started:
-            ranks = [_Rank(number, *each) for number, each in enumerate(started)]
-            for rank in ranks:
-                rank.assign(Assignment(reference, pickled, backend, {}))
-            return _outcome(ranks, timeout_s)
+        with mpiexec(world_size) as stand_ins:
+            return _run(
+                [Assignment(reference, pickled, backend, each.environ, each) for each in stand_ins],
+                timeout_s,
+            )
     store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but torch's stubs miss it
         "127.0.0.1", 0, is_master=True, wait_for_workers=False
     )
@@ -140,19 +141,14 @@ def launch(
         Assignment(reference, pickled, backend, _environ(rank, world_size, store.port))
         for rank in range(world_size)
     ]
-    ranks = []
+    return _run(assignments, timeout_s)
+
+
+def _run(assignments: Sequence[Assignment], timeout_s: float | None) -> list[Any]:
+    """What the ranks return; when this returns or raises, none of them is left."""
+    ranks: list[_Rank] = []
     try:
         _start(assignments, ranks)
-    except BaseException:
-        with _interrupts_held():
-            _end(ranks)
-        raise
-    return _outcome(ranks, timeout_s)
-
-
-def _outcome(ranks: list[_Rank], timeout_s: float | None) -> list[Any]:
-    """What the ranks return; when this returns or raises, none of them is left."""
-    try:
         _hear(ranks, timeout_s)
         _raise_failures(ranks, timeout_s)
         return _results(ranks)
@@ -167,6 +163,7 @@ class _Rank:
     Args:
         rank: its number.
         process: in which it runs.
+        leave_s: how long it may take to leave once it has reported.
         reports: where its outcome comes from.
         stacks: where it writes where it stands.
     """
@@ -174,12 +171,14 @@ class _Rank:
     def __init__(
         self,
         rank: int,
-        process: BaseProcess | WatchedProcess,
+        process: BaseProcess,
+        leave_s: float,
         reports: connection.Connection,
         stacks: connection.Connection,
     ) -> None:
         self.rank = rank
         self.process = process
+        self.leave_s = leave_s
         self.outcome: Finished | Failed | None = None
         self._reports, self._stacks = reports, stacks
 
@@ -195,11 +194,8 @@ class _Rank:
         process.start()
         reports.close()
         stacks.close()
-        return cls(rank, process, heard, read)
-
-    def assign(self, assignment: Assignment) -> None:
-        """Tell a rank that runs already what to do."""
-        self._reports.send(assignment)
+        leave_s = _LEAVE_S if assignment.stand_in is None else _LEAVE_MPI_S
+        return cls(rank, process, leave_s, heard, read)
 
     def waitables(self) -> list[Any]:
         """What becomes ready when there is news of a rank that has no outcome yet."""
@@ -217,8 +213,10 @@ class _Rank:
         except (EOFError, ConnectionError):
             self.process.join(_STOP_S)
         if self.outcome is None:
-            # Others fail because this one is gone, and may say so before it is noticed.
-            at_ns = time.monotonic_ns() - 200_000_000
+            at_ns = time.monotonic_ns()
+            if self.process.exitcode != ENDED_FROM_OUTSIDE:
+                # Others fail because this one is gone, and may say so before it is noticed.
+                at_ns -= 200_000_000
             self.outcome = Failed(at_ns, _how_it_ended(self.process.exitcode), "")
         self._reports.close()
 
@@ -419,6 +417,8 @@ def _how_it_ended(exitcode: int | None) -> str:
             name = f"signal {-exitcode}"
         hint = " (out of memory, perhaps)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}."
+    if exitcode == ENDED_FROM_OUTSIDE:
+        return "was stopped by mpiexec, as when another rank has ended."
     if exitcode is None:
         return "ended before its body returned; see what it printed."
     return f"ended with exit code {exitcode} before its body returned; see what it printed."
@@ -428,8 +428,7 @@ def _end(ranks: list[_Rank]) -> None:
     leaving = [r for r in ranks if isinstance(r.outcome, Finished)]
     stopping = [r for r in ranks if not isinstance(r.outcome, Finished)]
     # With one failure, those that have finished may be unable to leave in peace.
-    by_mpi = any(isinstance(rank.process, WatchedProcess) for rank in ranks)
-    _join(leaving, _STOP_S if stopping else _LEAVE_MPI_S if by_mpi else _LEAVE_S)
+    _join(leaving, _STOP_S if stopping else max((r.leave_s for r in leaving), default=0.0))
     for rank in ranks:
         rank.process.terminate()
     _join(ranks, _STOP_S)

@@ -6,6 +6,8 @@ gone. It must never print; what went wrong travels in the report.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -28,9 +30,11 @@ from typing import Any
 import torch
 
 from trine.core import TrineError
+from trine.distributed._mpiexec import StandIn
 from trine.distributed.process_groups import destroy_process_group, init_process_group
 
 __all__ = [
+    "ENDED_FROM_OUTSIDE",
     "STACKS_SIGNAL",
     "Assignment",
     "BodyReference",
@@ -42,6 +46,9 @@ __all__ = [
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Asks a rank to write where each of its threads stands."""
+
+ENDED_FROM_OUTSIDE = 113
+"""Exit code of a rank that ends because mpiexec or the launching process has ended it."""
 
 
 @dataclass(frozen=True)
@@ -137,12 +144,14 @@ class Assignment:
         backend: of the process group that runs around it.
         environ: the whole environment, the launcher's variables included. A process made
             by a fork server would otherwise see the one the server started with.
+        stand_in: of the rank, if mpiexec has started one.
     """
 
     body: BodyReference
     args: bytes
     backend: str
     environ: dict[str, str]
+    stand_in: StandIn | None = None
 
 
 @dataclass(frozen=True)
@@ -183,9 +192,14 @@ def rank_main(
     # Ctrl-C reaches every process of a terminal; the launching process decides for all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, file=stacks.fileno(), all_threads=True)
-    threading.Thread(target=_end_with_launching_process, daemon=True).start()
+    watcher = threading.Thread(
+        target=_end_with_launching_process, args=(assignment.stand_in,), daemon=True
+    )
+    watcher.start()
     os.environ.clear()
     os.environ.update(assignment.environ)
+    if assignment.stand_in is not None:
+        os.environ.update(assignment.stand_in.variables())
     try:
         body = assignment.body.load()
         args = pickle.loads(assignment.args)
@@ -203,6 +217,19 @@ def rank_main(
             _flush()
         os._exit(1)  # destroying the group could wait for ranks that will never come
     reports.send(Finished(result))
+    if assignment.stand_in is not None:
+        _leave_mpi()
+
+
+def _leave_mpi() -> None:
+    """Do what MPI does when a program ends, which a process of multiprocessing skips."""
+    mpi4py = sys.modules.get("mpi4py.MPI")
+    if mpi4py is None:  # torch's own MPI, which ends in C's exit()
+        ctypes.pythonapi.Py_Exit(0)
+    else:
+        # Not the same way: to take down an interpreter with torch in it costs a second.
+        atexit._run_exitfuncs()
+        mpi4py.Finalize()
 
 
 def _flush() -> None:
@@ -220,8 +247,9 @@ def failure(error: BaseException) -> Failed:
     return Failed(at_ns, summary, "".join(lines), explanation)
 
 
-def _end_with_launching_process() -> None:
+def _end_with_launching_process(stand_in: StandIn | None) -> None:
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+    assert parent is not None
+    lifelines = [] if stand_in is None else [stand_in.lifeline]
+    connection.wait([parent.sentinel, *lifelines])
+    os._exit(ENDED_FROM_OUTSIDE)
