@@ -60,8 +60,6 @@ class Job:
         MPICH leaves its segments behind when it is aborted or a rank is killed.
         """
         self._world.Barrier()
-        if self._world.size == 1:
-            return
         with suppress(OSError):
             for name in set(_SEGMENT.findall(Path("/proc/self/maps").read_text())):
                 with suppress(OSError):
