@@ -69,7 +69,7 @@ def left_behind() -> list[str]:
     return [name for name in names if "mpich" in name or "ompi" in name]
 
 
-@pytest.mark.parametrize("backend", ["", "mpi", "gloo"])
+@pytest.mark.parametrize("backend", ["", "mpi", "gloo"], ids=["chosen", "over mpi", "over gloo"])
 def test_the_script_for_torchrun_runs_under_mpiexec(backend: str) -> None:
     status, printed, _ = mpiexec(
         3,
