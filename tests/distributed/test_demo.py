@@ -41,6 +41,11 @@ SMALL = partial(
     Settings, sample=4, batch=2, model=GPTConfig(width=16, depth=1, heads=2, context=16)
 )
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+BESIDE = Path(sys.executable).with_name("mpiexec")
+MPIEXEC = [str(BESIDE) if BESIDE.exists() else "mpiexec", "-n", "2", sys.executable]
+OVER_MPI = pytest.mark.skipif(
+    os.environ.get("TRINE_TEST_BACKEND") != "mpi", reason="needs mpi4py and an MPI library"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +76,14 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def finished(tmp_path_factory: pytest.TempPathFactory, backend: str) -> Run:
     """A run of two steps on two ranks, for the tests that look at what it left."""
     folder = tmp_path_factory.mktemp("demo")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli, "Settings", partial(Settings, sample=16))
-        status = main(["--text", __file__, "--steps", "2", "--check", "--out", str(folder / "out")])
+        options = ["--text", __file__, "--steps", "2", "--check", "--out", str(folder / "out")]
+        status = main([*options, "--backend", backend])
     return Run(folder / "out", status, printed.getvalue())
 
 
@@ -135,8 +141,16 @@ def test_a_second_run_replaces_what_the_first_one_wrote(tmp_path: Path, text: Pa
         assert len(list((out / "checkpoint").glob("*.distcp"))) == shards
 
 
-def test_under_torchrun_the_demo_joins_the_ranks_that_are_there(tmp_path: Path, text: Path) -> None:
-    options = ["--text", str(text), "--steps", "2", "--check", "--out", "out"]
+def losses(folder: Path) -> list[float]:
+    found: list[float] = json.loads((folder / "demo.json").read_text())["losses"]
+    return found
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, pytest.param(MPIEXEC, marks=OVER_MPI)])
+def test_under_a_launcher_the_demo_joins_the_ranks_that_are_there(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, launcher: list[str]
+) -> None:
+    options = ["--text", str(text), "--steps", "3"]
     (tmp_path / "short_demo.py").write_text(
         "import functools, sys; from trine.distributed.demo import cli\n"
         "cli.Settings = functools.partial(cli.Settings, sample=4)\n"
@@ -144,17 +158,31 @@ def test_under_torchrun_the_demo_joins_the_ranks_that_are_there(tmp_path: Path, 
     )
 
     done = subprocess.run(
-        [*TORCHRUN, "short_demo.py", *options],
+        [*launcher, "short_demo.py", *options, "--check", "--out", "out"],
         capture_output=True,
         text=True,
         timeout=110,
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"},
     )
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step     2 of 2") == 1  # rank 0 only
-    assert re.search(r"^check +all 2 losses equal", done.stdout, re.MULTILINE)
+    assert done.stdout.count("step     3 of 3") == 1  # rank 0 only
+    assert f"across 2 ranks ({'gloo' if launcher is TORCHRUN else 'mpi'}, fp32)" in done.stdout
+    assert re.search(r"^check +all 3 losses equal", done.stdout, re.MULTILINE)
+    monkeypatch.setattr(cli, "Settings", partial(Settings, sample=4))
+    assert main([*options, "--backend", "gloo", "--out", str(tmp_path / "gloo")]) == 0
+    assert losses(tmp_path / "out") == losses(tmp_path / "gloo")  # to the last bit
+
+
+@OVER_MPI
+def test_losses_over_mpi_are_those_over_gloo(tmp_path: Path, text: Path, small: None) -> None:
+    for backend in ("gloo", "mpi"):
+        options = ["--text", str(text), "--steps", "5", "--backend", backend]
+        assert main([*options, "--out", str(tmp_path / backend)]) == 0
+
+    assert losses(tmp_path / "mpi") == losses(tmp_path / "gloo")
 
 
 @contextlib.contextmanager

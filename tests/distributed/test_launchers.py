@@ -58,6 +58,21 @@ def test_ranks_of_open_mpi_on_one_host_share_the_name_of_their_job() -> None:
     assert launch.job == "prterun-node7-11@1"
 
 
+@pytest.mark.parametrize(
+    ("env", "count"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", **MASTER}, 2),
+        (OPEN_MPI, 4),
+        (HYDRA, 2),
+        (SRUN, None),
+    ],
+)
+def test_ranks_that_share_a_host_know_how_many_they_are(
+    env: dict[str, str], count: int | None
+) -> None:
+    assert found(env).local_world_size == count
+
+
 def test_ranks_of_hydra_on_one_host_share_their_parent() -> None:
     launch = found(HYDRA)
 

@@ -27,6 +27,7 @@ class Launch:
         rank: of this process.
         world_size: how many ranks there are.
         local_rank: which of the ranks on this host; None if it does not say.
+        local_world_size: how many of the ranks are on this host; None if it does not say.
         address: where the ranks meet; None if the launcher does not say.
         port: the same.
         job: what the ranks of this job, and of no other on this host, have in common; None if
@@ -42,6 +43,7 @@ class Launch:
     port: int | None = None
     job: str | None = None
     by_variables: bool = False
+    local_world_size: int | None = None
 
 
 def read_launch(environ: Mapping[str, str] | None = None) -> Launch | None:
@@ -87,6 +89,7 @@ def _torchrun(env: Mapping[str, str]) -> Launch | None:
         address,
         port,
         by_variables=True,
+        local_world_size=_integer("LOCAL_WORLD_SIZE", env) if "LOCAL_WORLD_SIZE" in env else None,
     )
 
 
@@ -104,6 +107,7 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
         address,
         port,
         env.get("PMIX_NAMESPACE", str(os.getppid())) if here == size else None,
+        local_world_size=here if here > 0 else None,
     )
 
 
@@ -122,6 +126,7 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
         port,
         # All ranks on one host are children of one proxy.
         f"hydra-{os.getppid()}" if here == size else None,
+        local_world_size=here if here > 0 else None,
     )
 
 

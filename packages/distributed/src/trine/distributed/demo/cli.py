@@ -26,7 +26,8 @@ from trine.distributed.demo.report import print_report
 from trine.distributed.demo.settings import Outcome, Settings
 from trine.distributed.demo.text import read_text
 from trine.distributed.demo.train import train
-from trine.distributed.process_groups import check_backend, destroy_process_group, launched
+from trine.distributed.launchers import read_launch
+from trine.distributed.process_groups import check_backend, destroy_process_group
 from trine.distributed.testing import RanksFailed, check_world_size, run_on_ranks
 
 __all__ = ["main"]
@@ -113,13 +114,13 @@ def _parse(argv: Sequence[str] | None) -> tuple[Settings, int]:
         prog="trine demo",
         description="Train a byte-level GPT of 1.9 million parameters on real text, sharded over "
         "several ranks of this machine, and show the loss, the cost and a timeline. Under "
-        "torchrun, join the ranks that torchrun started.",
+        "torchrun or mpiexec, join the ranks that it started.",
     )
     add = parser.add_argument
     add("--text", type=_path, metavar="PATH", help="file or folder (default: Python's library)")
     add("--ranks", type=int, metavar="N", help=f"how many processes (default: {_DEFAULT_RANKS})")
     add("--steps", type=int, default=_DEFAULT_STEPS, help="training steps (default: %(default)s)")
-    add("--backend", help="gloo, nccl, ... (default: what suits the device)")
+    add("--backend", help="gloo, mpi, nccl, ... (default: what suits the device)")
     add("--precision", default="fp32", help="fp32, amp_bf16 or bf16 (default: %(default)s)")
     add(
         "--out",
@@ -172,8 +173,9 @@ def _precision(name: str) -> Precision:
 
 
 def _ranks(asked: int | None, backend: str) -> int:
-    if launched():
-        started = int(os.environ["WORLD_SIZE"])
+    launch = read_launch()
+    if launch is not None:
+        started = launch.world_size
         if asked not in (None, started):
             raise ValueError(
                 f"--ranks {asked} was asked for, but the launcher started {started}. "
@@ -190,7 +192,8 @@ def _ranks(asked: int | None, backend: str) -> int:
 def _run(settings: Settings, ranks: int) -> int:
     with _mistakes():
         text = read_text(settings.text, at_least=settings.window)
-    reports = os.environ.get("RANK", "0") == "0"
+    launch = read_launch()
+    reports = launch is None or launch.rank == 0
     if reports:
         _prepare(settings)
         print(
@@ -198,7 +201,7 @@ def _run(settings: Settings, ranks: int) -> int:
             f"across {ranks} rank{'s' * (ranks != 1)} ({settings.backend}, {settings.precision}).",
             flush=True,
         )
-    if launched():
+    if launch is not None:
         outcomes = _train_in_this_world(settings)
     else:
         outcomes = run_on_ranks(train, ranks, settings, backend=settings.backend, timeout_s=None)

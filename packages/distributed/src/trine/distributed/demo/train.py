@@ -27,6 +27,7 @@ from trine.distributed.demo.progress import Progress
 from trine.distributed.demo.settings import Outcome, Settings
 from trine.distributed.demo.text import Windows, read_text
 from trine.distributed.fsdp import fully_shard
+from trine.distributed.launchers import read_launch
 from trine.distributed.mesh import init_mesh
 from trine.distributed.process_groups import init_process_group
 
@@ -122,8 +123,9 @@ def train(settings: Settings) -> Outcome:
 
 def _share_cores() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
+        launch = read_launch()
+        ranks_here = 1 if launch is None else launch.local_world_size
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (ranks_here or 1)))
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
