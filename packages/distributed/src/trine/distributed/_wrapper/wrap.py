@@ -9,7 +9,7 @@ that are in no wrapper yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -180,7 +180,7 @@ _enclosing = ContextVar("enable_wrap", default=None)
 
 
 @contextmanager
-def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
     """Let `wrap` wrap inside this block; inside another one, this one holds until it ends.
 
     Args:
