@@ -27,6 +27,7 @@ __all__ = [
     "call_after_backward",
     "call_post_accumulate_hooks",
     "chunk_cat",
+    "compiled_from",
     "copy_grad_hooks",
     "dtensor_over",
     "function_of_policy",
@@ -316,12 +317,27 @@ def asked_by_torchs_checkpoints() -> bool:
     return False
 
 
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """What `torch.compile` made a module from; None if it made none, or if torch says it no more.
+
+    Then a policy that chooses the inner one wraps that, and the compiled one goes past it.
+    """
+    if not _of_class(module, "OptimizedModule", "torch._dynamo."):
+        return None
+    return dict(module.named_children()).get("_orig_mod")
+
+
 def function_of_policy(policy: object) -> Callable[[nn.Module], object] | None:
     """The function that a `CustomPolicy` of torch's own FSDP asks; None for anything else.
 
     Without torch's name for it: None, and such a policy is refused.
     """
-    for cls in type(policy).__mro__:
-        if cls.__name__ == "CustomPolicy" and cls.__module__.startswith("torch.distributed."):
-            return getattr(policy, "_lambda_fn", None)
-    return None
+    if not _of_class(policy, "CustomPolicy", "torch.distributed."):
+        return None
+    return getattr(policy, "_lambda_fn", None)
+
+
+def _of_class(given: object, name: str, package: str) -> bool:
+    return any(
+        cls.__name__ == name and cls.__module__.startswith(package) for cls in type(given).__mro__
+    )

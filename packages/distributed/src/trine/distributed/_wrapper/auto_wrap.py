@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from trine.distributed._fsdp.torch_internals import function_of_policy
+from trine.distributed._fsdp.torch_internals import compiled_from, function_of_policy
 from trine.distributed._wrapper.wrap import CustomPolicy
 
 __all__ = ["Apart", "auto_wrap"]
@@ -52,7 +52,9 @@ def auto_wrap(
 
     To be called by the constructor of a wrapper. What is wrapped already is left as it is, with
     all that is in it. A module that stands in several places is wrapped once and replaced in
-    all of them.
+    all of them. Of a module that `torch.compile` was called on, the compiled one is wrapped, since
+    it would go past a wrapper inside it. What is in an `nn.MultiheadAttention` stays bare: that
+    takes its parameters without calling it.
 
     Args:
         root: not replaced itself.
@@ -72,7 +74,11 @@ def auto_wrap(
     apart: dict[nn.Module, dict[str, Any]] = {}
     if isinstance(policy, Apart):
         classes, overrides, policy = policy.module_classes, policy.overrides, policy.policy
-        apart = {module: dict(overrides) for module in tree.modules if isinstance(module, classes)}
+        apart = {
+            target: dict(overrides)
+            for module in tree.modules
+            if isinstance(module, classes) and (target := tree.target(module)) is not root
+        }
     picked: dict[nn.Module, dict[str, Any]] = {}
     if policy is not None:
         question = _question(policy)
@@ -101,6 +107,7 @@ class _Tree:
         modules: what may be wrapped, and the root, with full names; children before those that
             hold them.
         children: of each of `modules`, those that may be wrapped.
+        compiled: by a module, the one that `torch.compile` made from it.
         wrapped_at: of the modules inside a wrapper: the name of that wrapper.
         wrapped_params: theirs.
     """
@@ -111,12 +118,17 @@ class _Tree:
         self.root = root
         self.modules: dict[nn.Module, str] = {}
         self.children: dict[nn.Module, list[nn.Module]] = {}
+        self.compiled: dict[nn.Module, nn.Module] = {}
         self.wrapped_at: dict[nn.Module, str] = {}
         self.wrapped_params: set[nn.Parameter] = set()
 
         def walk(module: nn.Module, name: str) -> None:
             below = self.children[module] = []
-            for child_name, child in module.named_children():
+            inner = compiled_from(module)
+            if inner is not None:
+                self.compiled[inner] = module
+            calls_none = type(module).forward is nn.MultiheadAttention.forward
+            for child_name, child in () if calls_none else module.named_children():
                 full_name = f"{name}.{child_name}" if name else child_name
                 if child in ignored:
                     continue
@@ -130,6 +142,10 @@ class _Tree:
             self.modules[module] = name
 
         walk(root, "")
+
+    def target(self, module: nn.Module) -> nn.Module:
+        """What is wrapped where a module was chosen."""
+        return self.compiled.get(module, module)
 
     def described(self, module: nn.Module) -> str:
         """The full name of a module, and its class."""
@@ -233,8 +249,10 @@ def _ask_all(
             if numel and _ask(tree, question, module, False, 0):
                 raise ValueError(_without_forward(tree, module))
             return
-        picked[module] = answer if isinstance(answer, dict) else {}
-        counted_elsewhere.update(module.parameters())
+        target = tree.target(module)
+        if target is not tree.root:
+            picked[target] = {**picked.get(target, {}), **(answer if answer is not True else {})}
+            counted_elsewhere.update(module.parameters())
 
     visit(tree.root)
     return picked

@@ -76,7 +76,7 @@ class CustomPolicy:
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wrap every module."""
+    """Wrap every module that has a forward of its own."""
     return True
 
 
