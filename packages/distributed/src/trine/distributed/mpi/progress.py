@@ -1,12 +1,12 @@
-"""The thread that keeps operations going while the program computes.
+"""Keeps operations going: on the thread of whoever waits for one, or behind the computation.
 
-MPI libraries move data only while somebody calls them. One thread of each process tests the
-requests of all operations under way: of each lane (a communicator's collectives) one
-operation at a time, in the order in which they were submitted, which is the same on every
-rank; messages between two ranks all at once.
+MPI libraries move data only while somebody calls them. Operations wait in lanes: in that of a
+communicator's collectives only the first is under way, in the order in which they were
+submitted, which is the same on every rank; messages between two ranks are under way all at once.
 
-A call that waits anyway, while its lane is empty, is driven by the caller's own thread:
-handing a small operation over costs more than the operation.
+A call that waits drives its lane itself: to hand a small operation to another thread and back
+takes longer than the operation. Lanes for which nobody waits are driven by one thread of the
+process, while the program computes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import os
 import queue
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
+from functools import partial
+from math import inf
 
 import torch.distributed as dist
 
@@ -48,6 +50,21 @@ class _Patience:
         self._pause_s = min(self._pause_s * 1.2, _LONGEST_S)
 
 
+class _Lane:
+    """Operations that are not over.
+
+    Attributes:
+        works: in the order of their submission; anybody may append.
+        driver: held by whoever drives them at the moment.
+        waiting: how many threads do so while they wait.
+    """
+
+    def __init__(self) -> None:
+        self.works: deque[MPIWork] = deque()
+        self.driver = threading.Lock()
+        self.waiting = 0
+
+
 class Progress:
     """Drives the operations of one process.
 
@@ -58,10 +75,11 @@ class Progress:
 
     def __init__(self) -> None:
         self.broken: str | None = None
-        self._submitted: queue.SimpleQueue[tuple[int, MPIWork] | None] = queue.SimpleQueue()
-        self._pending: dict[int, int] = defaultdict(int)
-        self._lock = threading.Lock()
+        self._lanes: dict[int, _Lane] = {}
+        self._counting = threading.Lock()
         self._kept: list[MPIWork] = []  # expired: MPI may still write to their buffers
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # for the thread to look around
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="mpi progress", daemon=True)
         self._thread.start()
 
@@ -81,41 +99,68 @@ class Progress:
                 f"mpi: {work.label} was refused, because {self.broken} The ranks are out of step; "
                 "end the job and start again from a checkpoint."
             )
-        with self._lock:
-            alone = caller_waits and lane != ANY_ORDER and self._pending[lane] == 0
-            self._pending[lane] += 1
-        if not alone:
-            self._submitted.put((lane, work))
+        here = self._lanes.get(lane) or self._lanes.setdefault(lane, _Lane())
+        work.drive = partial(self._drive, lane, here)
+        here.works.append(work)
+        if caller_waits:
+            self._drive(lane, here, work, inf)
             return
+        if here.driver.acquire(blocking=False):
+            # Other ranks need not wait until the thread has its turn.
+            try:
+                if here.works and (lane == ANY_ORDER or here.works[0] is work):
+                    work.advance(test=False)
+            finally:
+                here.driver.release()
+        self._calls.put(None)
+
+    def _drive(self, number: int, lane: _Lane, work: MPIWork, until: float) -> None:
+        """Drive a lane on the calling thread until an operation is over, or time is up."""
+        with self._counting:
+            lane.waiting += 1
+        patience: _Patience | None = None
         try:
-            if not work.advance() and not self._wait(work):
-                self._expire(work)
-                return
-            self._look_at(work)
+            while True:
+                if lane.driver.acquire(blocking=False):
+                    try:
+                        self._advance(number, lane)
+                    finally:
+                        lane.driver.release()
+                if work.is_completed() or time.monotonic() > until:
+                    return
+                patience = patience or _Patience()
+                patience.wait()
         finally:
-            self._done(lane)
+            with self._counting:
+                lane.waiting -= 1
+            if lane.works:
+                self._calls.put(None)
 
-    def _wait(self, work: MPIWork) -> bool:
-        """Drive an operation; False if time is up."""
-        patience = _Patience()
-        while not work.advance():
-            if time.monotonic() > work.deadline:
+    def _advance(self, number: int, lane: _Lane) -> bool:
+        """Go on with what is under way in a lane; whether anything is over. For its driver."""
+        if number != ANY_ORDER:
+            moved = False
+            while lane.works and self._is_over(lane.works[0]):
+                lane.works.popleft()
+                moved = True
+            return moved
+        over = [work for work in list(lane.works) if self._is_over(work)]
+        for work in over:
+            lane.works.remove(work)
+        return bool(over)
+
+    def _is_over(self, work: MPIWork) -> bool:
+        if not work.advance():
+            if time.monotonic() <= work.deadline:
                 return False
-            patience.wait()
-        return True
-
-    def _done(self, lane: int) -> None:
-        with self._lock:
-            self._pending[lane] -= 1
-
-    def _look_at(self, work: MPIWork) -> None:
-        if work.exception() is not None and self.broken is None:
-            self.broken = f"{work.label} failed."
+            self._expire(work)
+        if work.exception() is not None:
             self._kept.append(work)
+            self.broken = self.broken or f"{work.label} failed."
+        return True
 
     def _expire(self, work: MPIWork) -> None:
         self.broken = f"{work.label} was not complete after {work.timeout_s:g} s."
-        self._kept.append(work)
         work.end(
             dist.DistBackendError(
                 f"mpi: {self.broken} Another rank has not come: it raised, ended, waits elsewhere, "
@@ -129,54 +174,44 @@ class Progress:
         Returns:
             The labels of operations that did not.
         """
-        self._submitted.put(None)
+        self._stopping = True
+        self._calls.put(None)
         self._thread.join(timeout_s)
-        return [work.label for work in self._under_way()] if self._thread.is_alive() else []
+        return self.under_way() if self._thread.is_alive() else []
 
-    def _under_way(self) -> list[MPIWork]:
-        return [work for lane in list(self._lanes.values()) for work in list(lane)]
+    def under_way(self) -> list[str]:
+        """The labels of operations that are not over; those that somebody waits for come first."""
+        lanes = list(self._lanes.values())  # others may add some
+        lanes.sort(key=lambda lane: -lane.waiting)
+        return [work.label for lane in lanes for work in list(lane.works)]
 
     def _run(self) -> None:
-        self._lanes: dict[int, deque[MPIWork]] = defaultdict(deque)
         patience = _Patience()
-        stopping = False
         while True:
-            idle = not any(self._lanes.values())
-            if idle and stopping:
+            lanes = [(number, lane) for number, lane in list(self._lanes.items()) if lane.works]
+            if self._stopping and not lanes:
                 return
-            for lane, work in self._arrivals(block=idle):
-                if work is None:
-                    stopping = True
-                else:
-                    self._lanes[lane].append(work)
-                    patience.reset()
-            if self._advance_all():
+            if not self._stopping:
+                lanes = [(number, lane) for number, lane in lanes if not lane.waiting]
+            if self._was_called(block=not lanes):
                 patience.reset()
-            elif any(self._lanes.values()):
+            moved = False
+            for number, lane in lanes:
+                if lane.driver.acquire(blocking=False):
+                    try:
+                        moved |= self._advance(number, lane)
+                    finally:
+                        lane.driver.release()
+            if moved:
+                patience.reset()
+            elif lanes:
                 patience.wait()
 
-    def _arrivals(self, *, block: bool) -> list[tuple[int, MPIWork | None]]:
-        found: list[tuple[int, MPIWork | None]] = []
+    def _was_called(self, *, block: bool) -> bool:
+        called = False
         try:
             while True:
-                item = self._submitted.get(block=block and not found)
-                found.append((ANY_ORDER, None) if item is None else item)
-                if item is None:
-                    return found
+                self._calls.get(block=block and not called)
+                called = True
         except queue.Empty:
-            return found
-
-    def _advance_all(self) -> bool:
-        moved = False
-        for lane, waiting in self._lanes.items():
-            running = list(waiting) if lane == ANY_ORDER else list(waiting)[:1]
-            for work in running:
-                if not work.advance():
-                    if time.monotonic() <= work.deadline:
-                        continue
-                    self._expire(work)
-                self._look_at(work)
-                waiting.remove(work)
-                self._done(lane)
-                moved = True
-        return moved
+            return called

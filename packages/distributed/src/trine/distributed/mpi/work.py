@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,10 @@ class MPIWork(dist.Work):
         steps: what to do.
         timeout_s: how long it may take from now.
         results: the tensors that it fills.
+
+    Attributes:
+        drive: set by whoever takes it: drives it on the calling thread until it is over, or
+            until a time of the monotonic clock.
     """
 
     def __init__(
@@ -47,13 +51,14 @@ class MPIWork(dist.Work):
         self._results = list(results)
         self._error: BaseException | None = None
         self._is_over = False
-        # Held until it is over. An Event is this with more around it, which small operations feel.
-        self._over = threading.Lock()
-        self._over.acquire()
+        self.drive: Callable[[MPIWork, float], None] | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def advance(self) -> bool:
+    def advance(self, *, test: bool = True) -> bool:
         """Go on as far as possible without waiting.
+
+        Args:
+            test: whether to ask if what MPI was told to do is done; else it is only told so.
 
         Returns:
             True once the operation is over, well or not.
@@ -63,7 +68,7 @@ class MPIWork(dist.Work):
         try:
             while True:
                 while self._requests:
-                    if not self._requests[-1].Test():
+                    if not test or not self._requests[-1].Test():
                         return False
                     self._requests.pop()
                 assert self._steps is not None
@@ -72,12 +77,14 @@ class MPIWork(dist.Work):
                     return False
         except StopIteration:
             self.end(None)
-        except Exception as error:
+        except BaseException as error:
             self.end(dist.DistBackendError(f"mpi: {self.label} failed: {error}"))
+            if not isinstance(error, Exception):  # Ctrl-C, on the thread of a caller
+                raise
         return True
 
     def end(self, error: BaseException | None) -> None:
-        """Wake whoever waits. Buffers of requests that are still under way are kept alive."""
+        """Note that it is over. Buffers of requests that are still under way are kept alive."""
         with _ending:
             if self._is_over:
                 return
@@ -85,7 +92,6 @@ class MPIWork(dist.Work):
             if error is None:
                 self._steps = None
             self._is_over = True
-            self._over.release()
             future = self._future
         if future is not None:
             self._fill(future)
@@ -98,9 +104,10 @@ class MPIWork(dist.Work):
         """
         limit = timeout.total_seconds() or self.timeout_s + _REPORT_S
         if not self._is_over:
-            if not self._over.acquire(timeout=limit):
+            assert self.drive is not None
+            self.drive(self, time.monotonic() + limit)
+            if not self._is_over:
                 raise dist.DistBackendError(f"mpi: {self.label} is not complete after {limit:g} s.")
-            self._over.release()  # for others that wait
         if self._error is not None:
             raise self._error
         return True
