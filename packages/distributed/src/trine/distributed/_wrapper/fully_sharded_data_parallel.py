@@ -26,6 +26,7 @@ from trine.distributed._fsdp.root import is_root, schedule_of
 from trine.distributed._fsdp.state import WRAPPED, FSDPState, plain_name, state_of
 from trine.distributed._fsdp.torch_internals import asked_by_torchs_checkpoints
 from trine.distributed._wrapper import options, preparation, state_dicts
+from trine.distributed._wrapper.auto_wrap import Apart, auto_wrap
 from trine.distributed._wrapper.buffers import buffers_as
 from trine.distributed._wrapper.options import (
     BackwardPrefetch,
@@ -120,6 +121,7 @@ class FullyShardedDataParallel(nn.Module):
             raise TypeError(
                 f"FullyShardedDataParallel wraps an nn.Module, got {type(module).__name__}."
             )
+        preparation.check_wrappable(module)
         ignored = preparation.ignored_by(ignored_modules, ignored_states)
         strategy = default_strategy(options.as_strategy(sharding_strategy), device_mesh)
         precision = options.as_mixed_precision(mixed_precision)
@@ -140,8 +142,13 @@ class FullyShardedDataParallel(nn.Module):
             "ignored_states": [*ignored[0], *ignored[1]],
             "device_mesh": device_mesh,
         }
-        _ = arguments, auto_wrap_policy
-        self._own_dtype = isinstance(module, tuple(precision._module_classes_to_ignore))
+        apart = tuple(precision._module_classes_to_ignore) if mixed_precision else ()
+        if apart:
+            own = MixedPrecision(_module_classes_to_ignore=apart)
+            auto_wrap_policy = Apart(auto_wrap_policy, apart, {"mixed_precision": own})
+        if auto_wrap_policy is not None:
+            _auto_wrap(module, auto_wrap_policy, arguments, (strategy, axes.mesh), ignored)
+        self._own_dtype = isinstance(module, apart)
         if self._own_dtype:
             precision = MixedPrecision()
         self.sharding_strategy = strategy
@@ -173,6 +180,8 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._unit = list(unit.values())
         self._set_prefetching(state)
+        if precision.keep_low_precision_grads:
+            _keep_grads_low(state, precision.reduce_dtype or precision.param_dtype)
         hooks.watch_state_dicts(state)
         self._compute = hooks.as_forward(state, self, self._call_wrapped)
         # The first ones, so that hooks of the user's find plain names and final values.
@@ -355,6 +364,18 @@ class FullyShardedDataParallel(nn.Module):
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield plain_name(name), buffer
 
+    def get_buffer(self, target: str) -> Tensor:
+        """The buffer of a name as `named_buffers` gives it.
+
+        Raises:
+            AttributeError: if there is none.
+        """
+        path, _, name = target.rpartition(".")
+        module = self.get_submodule(path)
+        while isinstance(module, FullyShardedDataParallel) and name not in module._buffers:
+            module = module._fsdp_wrapped_module
+        return nn.Module.get_buffer(module, name)
+
     def _apply(self: M, fn: Callable[..., Any], recurse: bool = True) -> M:
         # What is whole at the moment is derived from the shards, which are to be changed.
         for state in _states(self):
@@ -510,6 +531,48 @@ class FullyShardedDataParallel(nn.Module):
     def _fqn_modifiers() -> dict[str, str]:
         # torch.distributed.checkpoint.state_dict leaves out such a name while it walks.
         return {"": WRAPPED}
+
+
+def _auto_wrap(
+    module: nn.Module,
+    policy: object,
+    arguments: dict[str, Any],
+    ranks: tuple[ShardingStrategy, DeviceMesh],
+    ignored: tuple[set[nn.Module], set[nn.Parameter]],
+) -> None:
+    """Wrap modules below `module` with the arguments of its own wrapper.
+
+    Args:
+        module: to be wrapped itself afterwards.
+        policy: which modules.
+        arguments: of the constructor.
+        ranks: what was made of them; used again, since groups are dear.
+        ignored: modules and parameters.
+    """
+    strategy, mesh = ranks
+    made = {"process_group": None, "sharding_strategy": strategy, "device_mesh": mesh}
+
+    def wrap_one(chosen: nn.Module, overrides: dict[str, Any]) -> nn.Module:
+        given = arguments if made.keys() & overrides.keys() else {**arguments, **made}
+        return FullyShardedDataParallel(chosen, **{**given, **overrides})
+
+    auto_wrap(module, policy, wrap_one, *ignored, is_wrapped=lambda m: state_of(m) is not None)
+
+
+def _keep_grads_low(state: FSDPState, dtype: torch.dtype | None) -> None:
+    """Leave the gradients that the optimizer sees in the dtype of the reduction."""
+    if dtype is None:
+        return
+
+    def lower(param: Tensor) -> None:
+        if param.grad is not None:
+            param.grad = param.grad.to(dtype)
+
+    for group in state.groups:
+        for param in group.params:
+            if param.dtype.is_floating_point:
+                param.sharded.grad_dtype = None  # any
+                param.sharded.register_post_accumulate_grad_hook(lower)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def _collect(module: nn.Module, values: Any, prefix: str, metadata: Any) -> None:

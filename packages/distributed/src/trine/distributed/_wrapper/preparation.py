@@ -14,10 +14,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trine.core import Device
+from trine.distributed._fsdp.module import FSDPModule
 from trine.distributed._fsdp.state import plain_name, state_of
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["buffers_to", "give_memory", "ignored_by", "modules_of_unit", "same_on_all_ranks"]
+__all__ = [
+    "buffers_to",
+    "check_wrappable",
+    "give_memory",
+    "ignored_by",
+    "modules_of_unit",
+    "same_on_all_ranks",
+]
+
+
+def check_wrappable(module: nn.Module) -> None:
+    """Refuse what a wrapper around it could not serve.
+
+    Raises:
+        ValueError: if the module is sharded by `fully_shard`, or has no forward.
+    """
+    name = _kind(module)
+    if isinstance(module, FSDPModule):
+        raise ValueError(
+            f"fully_shard was called on this {name.removeprefix('FSDP')} before: its parameters "
+            "are sharded already. Use fully_shard or FullyShardedDataParallel for one module."
+        )
+    # Asked of the object: a compiled module has its forward there.
+    if getattr(module.forward, "__func__", None) is nn.Module.forward:
+        raise ValueError(
+            f"{name} has no forward of its own, so a wrapper around it would never gather its "
+            "parameters. Wrap the modules inside it instead, or the one that holds it."
+        )
 
 
 def ignored_by(
