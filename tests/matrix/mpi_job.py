@@ -74,7 +74,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     who = f"rank {dist.get_rank()} of {dist.get_world_size()}"
     try:
         (_folders[0] / "failed").touch(exist_ok=False)
-    except OSError:  # another rank was first, and ends the job
+    except OSError:  # another rank was first, has the word, and ends the job
+        time.sleep(GRACE_S / 2)
         print(f"{who} failed as well: {report.nodeid}", file=sys.stderr, flush=True)
         time.sleep(10 * GRACE_S)
     else:
