@@ -17,6 +17,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from trine.distributed import monitored_barrier
+
 RunOnRanks = Callable[..., list[Any]]
 
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
@@ -297,6 +299,26 @@ def groups() -> None:
             assert total.item() == sum(ours), (shape, name)
 
 
+def split() -> None:
+    rank, ranks = here()
+    order = list(range(ranks))[::-1]  # all but the last of this order
+    assert dist.group.WORLD is not None
+    part = dist.group.WORLD.split_group(order[:-1])
+    assert (part is None) == (rank == order[-1])
+    if part is not None:
+        assert part.rank() == order.index(rank)
+        total = torch.tensor([float(rank)])
+        part.allreduce([total], dist.AllreduceOptions()).wait()
+        assert total.item() == sum(order[:-1])
+
+
+def monitored() -> None:
+    for _ in range(2):
+        monitored_barrier(timeout=timedelta(seconds=30), wait_all_ranks=True)
+    group = dist.new_group([0])
+    monitored_barrier(group)  # nothing on ranks that are not in it
+
+
 def dtensors() -> None:
     rank, ranks = here()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -365,11 +387,19 @@ def larger_than_a_call() -> None:
     assert_equal(own, rows.sum(0), "all_reduce")
 
 
-EVERYWHERE = (moves_every_dtype, reduces_every_dtype, bitwise, uneven_parts, objects, asynchronous)
+EVERYWHERE = (
+    moves_every_dtype,
+    reduces_every_dtype,
+    bitwise,
+    uneven_parts,
+    objects,
+    asynchronous,
+    monitored,
+)
 WITH_OTHERS = (messages, dtensors, ddp)
 # gloo adds up half types in half precision, wants contiguous tensors, overwrites what is sent
 # from another rank's place in the result, and speaks torch's words.
-ON_MPI = (sums_in_the_order_of_ranks, strided, aliases, other_devices, larger_than_a_call)
+ON_MPI = (sums_in_the_order_of_ranks, strided, aliases, other_devices, split, larger_than_a_call)
 
 
 def everything() -> list[str]:

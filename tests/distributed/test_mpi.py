@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +29,60 @@ pytestmark = pytest.mark.skipif(
 
 TIMEOUT_S = 6
 PROGRAM = """
-import os, signal, sys, time
+import os, re, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from trine.distributed import init_process_group
 init_process_group(os.environ.get("BACKEND"), timeout=timedelta(seconds={timeout}))
+print(set(re.findall(r"/dev/shm/[^ ]*", open("/proc/self/maps").read())), flush=True)
 dist.barrier()
 {rest}
 """
 
 
-def mpiexec(world_size: int, rest: str, **environ: str) -> tuple[int, str, float]:
-    """Run a program; returns its status, what it printed, and how long it took."""
+@contextmanager
+def started(world_size: int, rest: str, **given: str) -> Iterator[subprocess.Popen[str]]:
+    """A program under mpiexec; ended with the block."""
     beside = Path(sys.executable).parent / "mpiexec"
     program = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert program is not None
-    started = time.monotonic()
-    ended = subprocess.run(
-        [program, "-n", str(world_size), sys.executable, "-c", code(rest)],
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-        | environ,
-        capture_output=True,
+    code = PROGRAM.format(timeout=TIMEOUT_S, rest=rest)
+    environ = {"OMP_NUM_THREADS": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    with subprocess.Popen(
+        [program, "-n", str(world_size), sys.executable, "-c", code],
+        env=os.environ | environ | given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=100,
-        check=False,
-    )
-    if environ.get("BACKEND") != "gloo":
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+    if given.get("BACKEND") != "gloo":
         note_launch("mpi", world_size)
-    return ended.returncode, ended.stdout + ended.stderr, time.monotonic() - started
 
 
-def code(rest: str) -> str:
-    return PROGRAM.format(timeout=TIMEOUT_S, rest=rest)
+def mpiexec(world_size: int, rest: str, **environ: str) -> tuple[int, str, float]:
+    """Run a program; returns its status, what it printed, and how long it took."""
+    began = time.monotonic()
+    with started(world_size, rest, **environ) as process:
+        printed, _ = process.communicate(timeout=100)
+    return process.returncode, printed, time.monotonic() - began
 
 
-def left_behind() -> set[str]:
-    """Shared memory that no process will remove, since none has it; other jobs may run."""
-    files = {file.name for file in Path("/dev/shm").iterdir()}
-    mapped = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # ended meanwhile, or somebody else's
-            mapped |= set(re.findall(r"/dev/shm/(\S+)", maps.read_text(errors="replace")))
-    names = [name for name in files - mapped if "mpich" in name or "ompi" in name]
-    return {name for name in names if Path("/dev/shm", name).exists()}
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.05)
+
+
+def left_behind(printed: str) -> list[str]:
+    """What is left of the shared memory of the ranks that printed this."""
+    shared = re.findall(r"/dev/shm/\w[\w.]*", printed)
+    assert shared, "the ranks were to say which it is"
+    return [name for name in shared if Path(name).exists()]
 
 
 @pytest.mark.parametrize("backend", ["", "mpi", "gloo"], ids=["chosen", "over mpi", "over gloo"])
@@ -90,11 +100,13 @@ def test_the_script_for_torchrun_runs_under_mpiexec(backend: str) -> None:
     assert found == [f"rank {rank}: 3 over {name}" for rank in range(3)]
 
 
+GONE = r"Rank 1 of 3 has ended before .* barrier #\d+ of group \S+ \(3 ranks\) on rank 0 waits"
 ENDS = {
     "raises": ("raise RuntimeError('planted')", r"RuntimeError: planted"),
-    "exits with 3": ("os._exit(3)", ""),
+    "exits with 3": ("os._exit(3)", GONE),
+    "exits with 0": ("os._exit(0)", GONE),
     "leaves early": ("sys.exit(0)", r"barrier #\d+ of group"),
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", GONE),
     "stays behind": ("time.sleep(1000)", r"barrier #\d+ of group \S+ \(3 ranks\) on rank [02]"),
 }
 
@@ -102,7 +114,6 @@ ENDS = {
 @pytest.mark.parametrize("how", ENDS)
 def test_a_rank_that_fails_ends_the_job_in_time(how: str) -> None:
     action, said = ENDS[how]
-    before = left_behind()
 
     status, printed, took_s = mpiexec(
         3, f"if dist.get_rank() == 1:\n    {action}\nfor _ in range(3): dist.barrier()"
@@ -112,7 +123,7 @@ def test_a_rank_that_fails_ends_the_job_in_time(how: str) -> None:
     assert re.search(said, printed), printed
     # Python and torch take seconds to start on a busy machine, before the time counts.
     assert took_s < TIMEOUT_S + 10 + 40
-    assert left_behind() - before == set()
+    assert not left_behind(printed)
 
 
 def test_after_a_failure_a_group_refuses_further_work_and_says_why() -> None:
@@ -127,6 +138,66 @@ def test_after_a_failure_a_group_refuses_further_work_and_says_why() -> None:
     assert status != 0
     assert re.search(r"first: mpi: barrier #1 of group .* was not complete after 6 s", printed)
     assert re.search(r"second: mpi: all_reduce #2 .* was refused, because barrier #1", printed)
+
+
+def test_a_rank_that_stays_behind_in_a_forward_is_waited_for_with_the_name_of_the_unit() -> None:
+    status, printed, _ = mpiexec(
+        2,
+        "from torch import nn\nfrom trine.distributed.fsdp import fully_shard\n"
+        "model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))\n"
+        "for layer in model: fully_shard(layer)\n"
+        "fully_shard(model)\n"
+        "if dist.get_rank() == 1: model[0].register_forward_hook(lambda *_: time.sleep(1000))\n"
+        "try: model(torch.ones(2, 4))\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "dist.barrier()",
+    )
+
+    assert status != 0
+    waited = r"all_gather #\d+ \(FSDP unit 1\) of group \S+ \(2 ranks\) on rank 0 was not complete"
+    assert re.search(rf"CommError .*mpi: {waited} after 6 s", printed), printed
+    # And what the backend says by itself names the unit too.
+    assert re.search(rf"DistBackendError: mpi: barrier .* was refused, because {waited}", printed)
+
+
+@pytest.mark.parametrize("given", ["", "timeout=timedelta(seconds=2)"])
+def test_a_monitored_barrier_names_the_ranks_that_have_not_come(given: str) -> None:
+    status, printed, _ = mpiexec(
+        4,
+        "from trine.distributed import monitored_barrier\nmonitored_barrier()\n"
+        "if dist.get_rank() in (1, 3): time.sleep(1000)\n"
+        f"try: monitored_barrier({given})\n"
+        "except dist.DistBackendError as error: print('told:', error)\n"
+        "time.sleep(1)\n"  # for the other to tell too
+        "dist.barrier()",
+    )
+
+    assert status != 0
+    seconds = 2 if given else 6
+    for rank in (0, 2):
+        assert re.search(
+            rf"told: mpi: monitored_barrier #\d of group 0 \(4 ranks\) on rank {rank} was not "
+            rf"complete after {seconds} s\. Ranks 1, 3 have not come",
+            printed,
+        ), printed
+    assert re.search(r"barrier #\d .* was refused, because monitored_barrier #\d", printed)
+
+
+def test_the_death_of_mpiexec_ends_the_ranks_and_leaves_no_shared_memory(tmp_path: Path) -> None:
+    with started(
+        2,
+        "import pathlib\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}').touch()\n"
+        "dist.recv(torch.ones(1), 1 - dist.get_rank())",
+    ) as mpiexec:
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+
+        mpiexec.kill()
+
+        printed, _ = mpiexec.communicate(timeout=60)  # until no rank has it open any more
+        ranks = [Path("/proc", file.name) for file in tmp_path.iterdir()]
+        wait_until(lambda: not any(rank.exists() for rank in ranks))
+        assert not left_behind(printed)
 
 
 def train(steps: int, reduce_dtype: torch.dtype | None) -> list[float]:

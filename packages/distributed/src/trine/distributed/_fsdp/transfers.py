@@ -14,6 +14,7 @@ from torch import Tensor
 from trine.core import tracing
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
 from trine.distributed._fsdp.errors import CommError
+from trine.distributed.units import of_unit
 
 __all__ = ["Transfer", "Transfers", "guarded"]
 
@@ -69,7 +70,8 @@ class Transfers:
         Raises:
             CommError: see `guard`.
         """
-        return self.guard(what, call)
+        with of_unit(self.unit):
+            return self.guard(what, call)
 
     def guard(self, what: str, call: Callable[[], T]) -> T:
         """Make a call that may fail because of another rank.

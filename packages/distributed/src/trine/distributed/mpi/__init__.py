@@ -5,7 +5,6 @@ Nothing here is imported before a process group over MPI is asked for.
 
 from __future__ import annotations
 
-import zlib
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -15,11 +14,9 @@ from mpi4py import MPI
 
 from trine.core import TrineError
 from trine.distributed.mpi.job import job
-from trine.distributed.mpi.process_group import NAME, MPIProcessGroup
+from trine.distributed.mpi.process_group import NAME, MPIProcessGroup, tag_of
 
 __all__ = ["NAME", "join", "rank", "world_size"]
-
-_MOST_TAGS = 32_000  # MPI promises 32767
 
 
 def rank() -> int:
@@ -64,7 +61,7 @@ def _make(options: Any, _: object) -> MPIProcessGroup:
     world = MPI.COMM_WORLD
     if ranks:
         # Groups of other ranks may be made at the same time; the tag keeps them apart.
-        tag = zlib.crc32(options.group_id.encode()) % _MOST_TAGS
+        tag = tag_of(options.group_id)
         comm = world.Create_group(world.Get_group().Incl(ranks), tag)
     else:
         comm = world.Dup()

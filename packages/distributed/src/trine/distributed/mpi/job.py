@@ -1,8 +1,9 @@
 """The job that mpiexec started: where its ranks meet, and that all of it ends if one fails.
 
-MPI itself waits for ever for a rank that has gone. So a rank that raises ends the job, a rank
-that leaves says goodbye to the others and waits for them, within the timeout, and whatever is
-left of the job in shared memory is nobody's any more once all have mapped it.
+MPI itself waits for ever for a rank that has gone. So a rank that raises ends the job, as does
+one whose neighbour has ended without a word; a rank that leaves says goodbye to the others and
+waits for them, within the timeout; and whatever is left of the job in shared memory is nobody's
+any more once all have mapped it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from mpi4py import MPI
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # torch's stubs
 
 from trine.core import TrineError
+from trine.distributed.mpi.neighbour import Neighbour
 from trine.distributed.mpi.progress import Progress
 
 __all__ = ["Job", "job"]
 
 _ABORTED = 70  # EX_SOFTWARE, as a status that is not a rank's own
-_SEGMENT = re.compile(r" (/dev/shm/[^ ]*mpich[^ ]*)$", re.MULTILINE)
+_SEGMENT = re.compile(r" (/dev/shm/(?:mpich|sm_segment)[^ ]*)$", re.MULTILINE)
 
 
 class Job:
@@ -52,12 +54,14 @@ class Job:
         self._left = False
         self._disown_shared_memory()
         self._hook = sys.excepthook
+        self._neighbour = Neighbour(self._world, self._is_gone)
         atexit.register(self.leave)
 
     def _disown_shared_memory(self) -> None:
         """Take the names of shared memory away, so that it goes when the last process does.
 
-        MPICH leaves its segments behind when it is aborted or a rank is killed.
+        MPICH leaves its segments behind when it is aborted or a rank is killed, Open MPI when
+        its mpiexec is.
         """
         self._world.Barrier()
         with suppress(OSError):
@@ -100,6 +104,7 @@ class Job:
             why = self._await_the_others()
         if why is not None:
             self._end_all(f"{why} Ending the job.", _ABORTED)
+        self._neighbour.leave()
 
     def _await_the_others(self) -> str | None:
         request = self._world.Ibarrier()
@@ -115,6 +120,16 @@ class Job:
             pause_s = min(2 * pause_s, 1e-2)
         return None
 
+    def _is_gone(self, rank: int) -> None:
+        waits = " and ".join(self.progress.under_way()[:2])
+        self._end_all(
+            f"Rank {rank} of {self._world.size} has ended before its program did, and without a "
+            "word: it was killed, or called os._exit. "
+            + (f"{waits} waits for it. " if waits else "")
+            + "Ending the job.",
+            _ABORTED,
+        )
+
     def _raised(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
@@ -123,6 +138,7 @@ class Job:
         self._end_all(f"{where} raised {kind.__name__}. Ending the job.", 1)
 
     def _end_all(self, message: str, status: int) -> None:
+        self._neighbour.job_ends()
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             print(f"trine mpi: {message}", file=sys.stderr, flush=True)

@@ -29,6 +29,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "monitored_barrier",
     "receive",
     "receive_from_any",
     "reduce_scatter",
@@ -36,6 +37,8 @@ __all__ = [
     "send",
 ]
 
+_ROLL_CALL = 1  # the tag; what gather and scatter send has 0
+_NOTHING: buffers.Spec = [None, 0, MPI.BYTE]
 _SMALL_BYTES = 2**16  # up to which one exchange of everything beats two of the parts
 # Of a part that is reduced while the next arrives: what arrives is still in the cache, and little
 # memory is enough. Of smaller ones, many under way at once take long to be told apart.
@@ -47,6 +50,24 @@ _scratch = Scratch()
 def barrier(comm: MPI.Comm) -> Steps:
     """Complete once every rank has come."""
     yield [comm.Ibarrier()]
+
+
+def monitored_barrier(comm: MPI.Comm, missing: dict[int, int]) -> Steps:
+    """Complete once every rank has come, and know which have not.
+
+    Args:
+        comm: the ranks.
+        missing: by rank of `comm`, its number in the world; ranks that have come are taken out.
+    """
+    del missing[comm.rank]
+    sent = [comm.Isend(_NOTHING, rank, _ROLL_CALL) for rank in missing]
+    awaited = {rank: comm.Irecv(_NOTHING, rank, _ROLL_CALL) for rank in missing}
+    while missing:
+        for rank in [rank for rank in missing if awaited[rank].Test()]:
+            del missing[rank]
+        if missing:
+            yield []
+    yield sent
 
 
 def broadcast(comm: MPI.Comm, tensor: Tensor, root: int) -> Steps:

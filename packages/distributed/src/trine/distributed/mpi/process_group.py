@@ -8,9 +8,11 @@ and named; `operations` knows what to do, `progress` does it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,13 +26,20 @@ from trine.distributed.mpi.buffers import check_on_cpu
 from trine.distributed.mpi.progress import ANY_ORDER, Progress
 from trine.distributed.mpi.reductions import Op, check_reducible, op_of
 from trine.distributed.mpi.work import MPIWork, Steps
+from trine.distributed.units import current_unit
 
-__all__ = ["NAME", "MPIProcessGroup"]
+__all__ = ["NAME", "MPIProcessGroup", "tag_of"]
 
 NAME = "mpi4py"
 """What torch calls the backend: it keeps the name "mpi" for its own, which wheels lack."""
 
+_MOST_TAGS = 32_000  # MPI promises 32767
 _lanes = itertools.count(ANY_ORDER + 1)
+
+
+def tag_of(name: str) -> int:
+    """Keeps the making of a group apart from that of others of the same ranks."""
+    return zlib.crc32(name.encode()) % _MOST_TAGS
 
 
 class MPIProcessGroup(dist.ProcessGroup):
@@ -113,6 +122,42 @@ class MPIProcessGroup(dist.ProcessGroup):
         """No: torch splits groups of accelerators only."""
         return False
 
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
+    ) -> MPIProcessGroup | None:
+        """A group of some of these ranks, for whoever calls its methods.
+
+        The functions of `torch.distributed` take groups that `dist.new_group` has made, as
+        device meshes do. `dist.split_group` refuses every group without an accelerator before
+        it asks the backend.
+
+        Args:
+            new_ranks: as numbered in this group; the order counts. Called by these at least.
+            timeout: how long its operations may take; None for this group's.
+            opts: nothing; for torch.
+            group_name: its name, which tells groups apart that are made at the same time.
+            group_desc: what it is for.
+            device_types: nothing; for torch.
+
+        Returns:
+            None on ranks that are not among them.
+        """
+        if self.rank() not in new_ranks:
+            return None
+        name = group_name or f"{self._name}:{','.join(map(str, new_ranks))}"
+        members = self._comm.Get_group().Incl(new_ranks)
+        comm = self._comm.Create_group(members, tag_of(name))
+        split = MPIProcessGroup(comm, timeout or self._timeout, self._store, self._progress)
+        split.setGroupName(name)
+        split.setGroupDesc(group_desc or "")
+        return split
+
     # --- start -----------------------------------------------------------------------------
 
     def _start(
@@ -124,13 +169,16 @@ class MPIProcessGroup(dist.ProcessGroup):
         *,
         lane: int | None = None,
         found: list[MPIWork] | None = None,
+        missing: Collection[int] = (),
     ) -> MPIWork:
         timeout = self._timeout
         asked = getattr(opts, "timeout", None)
         if asked is not None and timedelta(0) < asked < timeout:
             timeout = asked
-        label = f"{operation} #{next(self._sequence)} {self._where}"
-        work = MPIWork(label, steps, timeout.total_seconds(), results)
+        unit = current_unit()
+        whose = f" (FSDP unit {unit})" if unit else ""
+        label = f"{operation} #{next(self._sequence)}{whose} {self._where}"
+        work = MPIWork(label, steps, timeout.total_seconds(), results, missing)
         if found is not None:
             found.append(work)
         waits = opts is not None and not getattr(opts, "asyncOp", True)
@@ -256,6 +304,26 @@ class MPIProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> MPIWork:
         """Complete once every rank has come."""
         return self._start("barrier", operations.barrier(self._comm), [], opts)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Return once every rank has come.
+
+        Args:
+            timeout: how long to wait; None for the group's.
+            wait_all_ranks: nothing. Every rank that has come knows all that have not.
+
+        Raises:
+            DistBackendError: naming the ranks that have not come. Nothing can be done in the
+                group afterwards.
+        """
+        world = MPI.COMM_WORLD.Get_group()
+        ranks = self._comm.Get_group().Translate_ranks(None, world)
+        missing = dict(enumerate(ranks))
+        steps = operations.monitored_barrier(self._comm, missing)
+        asked = SimpleNamespace(asyncOp=False, timeout=timeout)
+        self._start("monitored_barrier", steps, [], asked, missing=missing.values()).wait()
 
     # --- reducing --------------------------------------------------------------------------
 

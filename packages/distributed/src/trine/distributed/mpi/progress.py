@@ -163,7 +163,7 @@ class Progress:
         self.broken = f"{work.label} was not complete after {work.timeout_s:g} s."
         work.end(
             dist.DistBackendError(
-                f"mpi: {self.broken} Another rank has not come: it raised, ended, waits elsewhere, "
+                f"mpi: {self.broken} {_who(work)} not come: it raised, ended, waits elsewhere, "
                 "or computes for longer than that (timeout=... of init_process_group)."
             )
         )
@@ -215,3 +215,10 @@ class Progress:
                 called = True
         except queue.Empty:
             return called
+
+
+def _who(work: MPIWork) -> str:
+    missing = ", ".join(str(rank) for rank in sorted(work.missing))
+    if not missing:
+        return "Another rank has"
+    return f"Rank {missing} has" if len(work.missing) == 1 else f"Ranks {missing} have"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ class MPIWork(dist.Work):
         steps: what to do.
         timeout_s: how long it may take from now.
         results: the tensors that it fills.
+        missing: the ranks, numbered in the world, that it still waits for, if it knows them.
 
     Attributes:
         drive: set by whoever takes it: drives it on the calling thread until it is over, or
@@ -39,9 +40,15 @@ class MPIWork(dist.Work):
     """
 
     def __init__(
-        self, label: str, steps: Steps, timeout_s: float, results: Sequence[Tensor]
+        self,
+        label: str,
+        steps: Steps,
+        timeout_s: float,
+        results: Sequence[Tensor],
+        missing: Collection[int] = (),
     ) -> None:
         super().__init__()
+        self.missing = missing
         self.label = label
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
