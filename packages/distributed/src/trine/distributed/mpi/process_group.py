@@ -103,6 +103,10 @@ class MPIProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
+    def _get_backend(self, device: torch.device) -> MPIProcessGroup:
+        """This group: torch 2.14 asks it whether messages are better started together."""
+        return self
+
     def get_group_store(self) -> Store | None:
         """The store in which the group's ranks met."""
         return self._store

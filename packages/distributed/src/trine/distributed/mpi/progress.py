@@ -163,8 +163,8 @@ class Progress:
         self.broken = f"{work.label} was not complete after {work.timeout_s:g} s."
         work.end(
             dist.DistBackendError(
-                f"mpi: {self.broken} {_who(work)} not come: it raised, ended, waits elsewhere, "
-                "or computes for longer than that (timeout=... of init_process_group)."
+                f"mpi: {self.broken} {_who(work)} not come (raised, ended, waiting elsewhere, or "
+                "computing for longer than that: see timeout=... of init_process_group)."
             )
         )
 
