@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from trine.distributed.checkpoint import load_checkpoint, save_checkpoint
@@ -20,9 +23,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def sharded(seed: int) -> tuple[nn.Sequential, torch.optim.AdamW]:
+def unsharded(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 5))
+    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 5))
+
+
+def sharded(seed: int) -> tuple[nn.Sequential, torch.optim.AdamW]:
+    model = unsharded(seed)
     fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -73,3 +80,39 @@ def test_a_checkpoint_of_one_backend_is_continued_on_another(
         assert all(map(torch.equal, loaded, saved))
         # The mean of equal gradients over 3 ranks is rounded, over 2 it is not.
         torch.testing.assert_close(losses, then, rtol=0 if ranks == 2 else 1e-4, atol=0)
+
+
+def save_with_torch(path: str) -> None:
+    model, optimizer = sharded(seed=0)
+    train(model, optimizer, 3)
+    values, moments = get_state_dict(model, optimizer)
+    state_dict_saver.save({"model": values, "optimizer": moments}, checkpoint_id=path)
+
+
+def load_with_torch(path: str) -> list[float]:
+    model, optimizer = sharded(seed=1)
+    values, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": values, "optimizer": moments}
+    state_dict_loader.load(state, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return train(model, optimizer, 3)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [("mpi", "gloo"), ("gloo", "mpi")])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_checkpoint_of_torch_crosses_backends_too(
+    tmp_path: Path, saving: str, loading: str, ranks: int
+) -> None:
+    path = str(tmp_path / "c")
+    run_on_ranks(save_with_torch, 2, path, backend=saving)
+
+    found = run_on_ranks(load_with_torch, ranks, path, backend=loading)
+
+    model = unsharded(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 3)
+    expected = train(model, optimizer, 3)
+    for losses in found:
+        torch.testing.assert_close(losses, expected)

@@ -24,7 +24,7 @@ from trine.distributed._fsdp.collectives import (
 RunOnRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
 
-everywhere = pytest.mark.parametrize("world_size", [1, 2, 3])
+everywhere = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 every_comm = pytest.mark.parametrize(
     "kind",
     [MPIComm, C10dComm] if os.environ.get("TRINE_TEST_BACKEND") == "mpi" else [GlooComm, C10dComm],

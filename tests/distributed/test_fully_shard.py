@@ -27,7 +27,7 @@ from trine.distributed.testing import RanksFailed
 
 RunOnRanks = Callable[..., list[Any]]
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3])
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 # fp32: gradients of order 0.1 to 1, sums of a few dozen terms in another order.
 FP32 = 1e-6

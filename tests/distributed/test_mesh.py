@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trine.distributed import destroy_process_group, init_mesh, init_process_group
 from trine.distributed.mesh import MeshAxes
-from trine.distributed.testing import run_on_ranks
+
+RunOnRanks = Callable[..., list[Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -28,13 +30,13 @@ def coordinates(axes: dict[str, int] | None) -> tuple[tuple[str, ...], list[int]
     return mesh.mesh_dim_names, list(coordinate)
 
 
-def test_by_default_every_rank_is_on_the_shard_axis() -> None:
+def test_by_default_every_rank_is_on_the_shard_axis(run_on_ranks: RunOnRanks) -> None:
     names_and_coordinates = run_on_ranks(coordinates, 3, None)
 
     assert names_and_coordinates == [(("shard",), [rank]) for rank in range(3)]
 
 
-def test_the_last_axis_holds_neighbouring_ranks() -> None:
+def test_the_last_axis_holds_neighbouring_ranks(run_on_ranks: RunOnRanks) -> None:
     results = run_on_ranks(coordinates, 4, {"replicate": 2, "shard": 2})
 
     assert [coordinate for _, coordinate in results] == [[0, 0], [0, 1], [1, 0], [1, 1]]

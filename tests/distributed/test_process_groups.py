@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from tests.distributed.recording_device import RecordingDevice
 from trine.core import TrineError
 from trine.distributed import destroy_process_group, init_process_group
 from trine.distributed.process_groups import available_backends, launched
-from trine.distributed.testing import run_on_ranks
+
+RunOnRanks = Callable[..., list[Any]]
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -100,7 +102,7 @@ def sum_through_the_public_function() -> tuple[int, float]:
     return dist.get_rank(), total.item()
 
 
-def test_a_program_that_starts_its_own_group_also_runs_as_a_body() -> None:
+def test_a_program_that_starts_its_own_group_also_runs_as_a_body(run_on_ranks: RunOnRanks) -> None:
     assert run_on_ranks(sum_through_the_public_function, 2) == [(0, 2.0), (1, 2.0)]
 
 

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 from trine.core import TrineError
 from trine.distributed import destroy_process_group, init_mesh, init_process_group
 from trine.distributed.fsdp import fully_shard
-from trine.distributed.testing import run_on_ranks
+
+RunOnRanks = Callable[..., list[Any]]
 
 PROGRAM = """
 import sys, time
@@ -103,7 +105,7 @@ def destroy_below_a_model() -> tuple[bool, str]:
     return group() is None, str(refusal.value)
 
 
-def test_destroying_ends_the_groups_of_models_that_live_on() -> None:
+def test_destroying_ends_the_groups_of_models_that_live_on(run_on_ranks: RunOnRanks) -> None:
     for ended, refusal in run_on_ranks(destroy_below_a_model, 2):
         assert ended
         assert "The process group of this model was destroyed." in refusal

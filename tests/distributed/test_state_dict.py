@@ -534,7 +534,7 @@ def save_with_torch(path: str, asynchronous: bool) -> None:
     state = {"model": values, "optimizer": moments}
     if asynchronous:
         # The thread that saves needs a group of its own, or its collectives meet those of training.
-        group = dist.new_group(backend="gloo")
+        group = dist.new_group()
         pending: Any = async_save(state, checkpoint_id=path, process_group=group)
         train(model, optimizer)  # goes on meanwhile: what is saved is the state before
         pending.result()
