@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trine.distributed._fsdp.torch_internals import module_parameters
 
-__all__ = ["localize"]
+__all__ = ["cut", "localize", "why_not_whole"]
 
 
 @torch.no_grad()
@@ -48,18 +48,24 @@ def localize(
         if isinstance(value, DTensor):
             if value.device_mesh == param.device_mesh and value.placements == param.placements:
                 continue
-            reason = _why_not_whole(value, param)
+            reason = why_not_whole(value, param)
             if reason is not None:
                 errors.append(f'While loading "{key}": {reason}')
                 # The parameter as it is, so that torch has nothing to say about it.
                 values[key] = param.detach()
                 continue
             value = value.full_tensor()
-        values[key] = _cut(value, param, copy=assign)
+        values[key] = cut(value, param, copy=assign)
 
 
-def _cut(whole: Tensor, param: DTensor, *, copy: bool) -> Tensor:
-    """This rank's part of a tensor that every rank has, as a DTensor like `param`."""
+def cut(whole: Tensor, param: DTensor, *, copy: bool) -> Tensor:
+    """This rank's part of a tensor that every rank has, as a DTensor like `param`.
+
+    Args:
+        whole: of the same shape; equal on every rank.
+        param: whose ranks and cut it gets.
+        copy: never share memory with `whole`.
+    """
     part: Tensor = distribute_tensor(
         whole.detach(), param.device_mesh, param.placements, src_data_rank=None
     )
@@ -67,7 +73,7 @@ def _cut(whole: Tensor, param: DTensor, *, copy: bool) -> Tensor:
     return part.clone() if copy else part
 
 
-def _why_not_whole(value: DTensor, param: DTensor) -> str | None:
+def why_not_whole(value: DTensor, param: DTensor) -> str | None:
     """Why the ranks of `param` cannot make `value` whole, if they cannot.
 
     The answer is the same on every rank, so that none waits for another.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["HoldsSharded", "note_owner", "note_successor", "owner_of", "successor_of"]
+__all__ = ["HoldsSharded", "note_owner", "note_successor", "owner_of", "rebind", "successor_of"]
 
 
 class HoldsSharded(Protocol):
@@ -42,7 +42,7 @@ def note_successor(old: Tensor, holder: HoldsSharded) -> None:
     """Remember that the sharded parameter of `holder` stands where `old` stood."""
     global _noted
     if not _noted:
-        register_optimizer_step_pre_hook(_rebind)
+        register_optimizer_step_pre_hook(rebind)
     _noted += 1
     key = id(old)
     gone = weakref.ref(old, lambda _: _successors.pop(key, None))
@@ -76,8 +76,11 @@ def owner_of(param: Tensor) -> HoldsSharded | None:
     return holder if holder is not None and holder.sharded is param else None
 
 
-def _rebind(optimizer: Optimizer, *_: Any) -> None:
-    """Before a step: let the optimizer train the sharded parameters instead of whole ones."""
+def rebind(optimizer: Optimizer, *_: Any) -> None:
+    """Let an optimizer train the sharded parameters instead of whole ones.
+
+    Called before each of its steps, and before its state is saved or loaded.
+    """
     if _checked.get(optimizer) == _noted:
         return
     _checked[optimizer] = _noted

@@ -25,9 +25,10 @@ from trine.distributed._fsdp.precision import cast_floating
 from trine.distributed._fsdp.root import is_root, schedule_of
 from trine.distributed._fsdp.state import WRAPPED, FSDPState, plain_name, state_of
 from trine.distributed._fsdp.torch_internals import asked_by_torchs_checkpoints
-from trine.distributed._wrapper import options, preparation, state_dicts
+from trine.distributed._wrapper import optim_states, options, preparation, state_dicts
 from trine.distributed._wrapper.auto_wrap import Apart, auto_wrap
 from trine.distributed._wrapper.buffers import buffers_as
+from trine.distributed._wrapper.optim_names import OptimInput, rekeyed
 from trine.distributed._wrapper.options import (
     BackwardPrefetch,
     CPUOffload,
@@ -36,7 +37,9 @@ from trine.distributed._wrapper.options import (
 )
 from trine.distributed._wrapper.placement import axes_for, compute_device, default_strategy
 from trine.distributed._wrapper.state_dict_types import (
+    FullOptimStateDictConfig,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
@@ -440,15 +443,17 @@ class FullyShardedDataParallel(nn.Module):
             optim_state_dict_config: of the optimizer's, the same.
 
         Returns:
-            What was set before.
+            What was set before, for the outermost wrapper.
 
         Raises:
-            ValueError: if a configuration is made for another type, or the tree has no wrapper,
-                or wrappers that are set differently.
+            ValueError: if a configuration is made for another type, or the tree has no wrapper.
         """
         chosen = as_settings(state_dict_type, state_dict_config, optim_state_dict_config)
-        before = FullyShardedDataParallel.get_state_dict_type(module)
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+        wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        if not wrappers:
+            FullyShardedDataParallel.get_state_dict_type(module)  # says what is wrong
+        before = wrappers[0]._settings or default_settings()
+        for wrapper in wrappers:
             wrapper._settings = chosen
         return before
 
@@ -526,6 +531,176 @@ class FullyShardedDataParallel(nn.Module):
                 ShardedOptimStateDictConfig(),
             )
         return unset
+
+    # --- the optimizer's ----------------------------------------------------------------------
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """An optimizer's state under full names of parameters, of the type that is set.
+
+        Args:
+            model: the top of a tree with wrappers in it.
+            optim: of parameters of `model`.
+            optim_state_dict: what `optim.state_dict()` gave; None to ask it.
+            group: whose first rank `rank0_only` means; None for all ranks.
+
+        Returns:
+            `{"state": {name: ...}, "param_groups": [{..., "params": [name, ...]}]}`; empty where
+            `rank0_only` wants none.
+
+        Every rank must call it together if the values are to be whole.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        return optim_states.collected(model, optim, optim_state_dict, settings, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, made of what `optim_state_dict` gave.
+
+        Args:
+            model: the top of a tree with wrappers in it.
+            optim: of parameters of `model`.
+            optim_state_dict: by names or numbers; whole tensors or DTensors, or, where
+                `LOCAL_STATE_DICT` is set, this rank's rows. Not changed. With `rank0_only` that
+                of the first rank counts; it is sent to the others one tensor at a time.
+            is_named_optimizer: file it under names, for optimizers that load it so.
+            load_directly: give it to `optim` too.
+            group: whose first rank `rank0_only` means; None for all ranks.
+
+        Raises:
+            ValueError: if names or shapes are not those of the optimizer, naming them.
+        """
+        settings = FullyShardedDataParallel.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        if isinstance(config, FullOptimStateDictConfig) and config.rank0_only:
+            made = optim_states.scattered(
+                model, optim_state_dict, optim, group=group, named=is_named_optimizer
+            )
+        else:
+            rows = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+            made = optim_states.to_load(
+                model, optim_state_dict, optim, named=is_named_optimizer, rows=rows
+            )
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of whole tensors on the host, whatever type is set.
+
+        Args:
+            model: the top of a tree with wrappers in it.
+            optim: of parameters of `model`.
+            optim_input: accepted: `optim` knows its parameters.
+            rank0_only: only the first rank gets it; the others get an empty one.
+            group: whose first rank; None for all ranks.
+        """
+        config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+        settings = as_settings(StateDictType.FULL_STATE_DICT, None, config)
+        return optim_states.collected(model, optim, None, settings, group)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` of DTensors on the host, whatever type is set."""
+        settings = as_settings(StateDictType.SHARDED_STATE_DICT, None, None)
+        return optim_states.collected(model, optim, None, settings, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, of whole tensors that every rank has.
+
+        Args:
+            full_optim_state_dict: what `full_optim_state_dict` gave; not changed.
+            model: the top of a tree with wrappers in it.
+            optim_input: parameters or groups of the optimizer, where there is no `optim`; None
+                for all parameters of `model`.
+            optim: of parameters of `model`.
+        """
+        return optim_states.to_load(model, full_optim_state_dict, optim, optim_input)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, of what `sharded_optim_state_dict` gave."""
+        return optim_states.to_load(model, sharded_optim_state_dict, optim)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The same as `shard_full_optim_state_dict` of what only the first rank has.
+
+        It is sent to the others one tensor at a time; every rank must call it together.
+
+        Args:
+            full_optim_state_dict: what `full_optim_state_dict` gave; ignored on other ranks.
+            model: the top of a tree with wrappers in it.
+            optim_input: parameters or groups of the optimizer, where there is no `optim`; None
+                for all parameters of `model`.
+            optim: of parameters of `model`.
+            group: whose first rank; None for all ranks.
+        """
+        return optim_states.scattered(model, full_optim_state_dict, optim, optim_input, group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """An optimizer's state under names instead of numbers, or the other way round.
+
+        With it a full state dict moves from and to programs that do not wrap their model.
+
+        Args:
+            optim_state_dict: under either; its values are shared with the result.
+            optim_state_key_type: what the result is under.
+            model: wrapped or not.
+            optim_input: parameters or groups of the optimizer, where there is no `optim`; None
+                for all parameters of `model`.
+            optim: of parameters of `model`.
+
+        Raises:
+            ValueError: if names or groups are not those of the optimizer, naming them.
+        """
+        return rekeyed(model, optim_state_dict, optim_state_key_type, optim, optim_input)
 
     @staticmethod
     def _fqn_modifiers() -> dict[str, str]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from trine.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 __all__ = [
     "group_of",
@@ -34,10 +37,12 @@ StateDict = dict[str, Any]
 
 def model_values(model: nn.Module) -> StateDict:
     """The state dict of a model by its saved names; values that are no tensors are packed."""
+    with _sharded_values(model):
+        values = model.state_dict()
     # In a tuple, or an empty container would be lost, and others taken apart.
     return {
         _saved_name(key): value if isinstance(value, Tensor) else (value,)
-        for key, value in model.state_dict().items()
+        for key, value in values.items()
     }
 
 
@@ -54,8 +59,9 @@ def require_loadable(values: Mapping[str, Any]) -> None:
 
 def load_model_values(model: nn.Module, values: Mapping[str, Any]) -> None:
     """Load what `model_values` gave; names and shapes must have been compared before."""
-    keys = model.state_dict().keys()
-    model.load_state_dict({key: unpacked(values[_saved_name(key)]) for key in keys})
+    with _sharded_values(model):
+        keys = model.state_dict().keys()
+        model.load_state_dict({key: unpacked(values[_saved_name(key)]) for key in keys})
 
 
 def unpacked(value: object) -> object:
@@ -70,7 +76,9 @@ def optimizer_params(model: nn.Module, optimizer: Optimizer) -> list[dict[str, T
         ValueError: if one of them is not a parameter of the model.
     """
     names: dict[int, str] = {}
-    for key, param in model.state_dict(keep_vars=True).items():
+    with _sharded_values(model):
+        kept = model.state_dict(keep_vars=True)
+    for key, param in kept.items():
         names.setdefault(id(param), _saved_name(key))  # a tied one goes by its first name
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -178,6 +186,13 @@ def require_readable(name: str, value: object) -> None:
             f"tuples and dicts of them, or objects with a state_dict. torch said: "
             f"{str(error).splitlines()[0]}"
         ) from error
+
+
+def _sharded_values(model: nn.Module) -> AbstractContextManager[None]:
+    """A block in which no rank makes whole what wrappers hold, whatever the user has set."""
+    if not FullyShardedDataParallel.fsdp_modules(model):
+        return nullcontext()
+    return FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
 
 
 def _saved_name(key: str) -> str:

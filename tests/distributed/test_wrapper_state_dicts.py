@@ -1,0 +1,222 @@
+"""State dicts of wrapped models: to and from torch's wrappers, one process, and checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from trine.distributed import fsdp
+
+RunOnRanks = Callable[..., list[Any]]
+StateDict = dict[str, Any]
+Wrapper = fsdp.FullyShardedDataParallel
+Kind = tuple[nn.Module, torch.optim.Optimizer]
+
+OURS = ("wrapper", "fully_shard")
+TORCHS = ("fsdp1", "fsdp1_flat", "fsdp2", "ddp", "process")
+FULL = StateDictOptions(full_state_dict=True)
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, one element, a buffer, a tied weight."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5, 3)
+        self.body = nn.Linear(3, 7)
+        self.norm = nn.LayerNorm(7)
+        self.out = nn.Linear(7, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.one = nn.Parameter(torch.full((1,), 1.5 + seed))
+        self.register_buffer("table", torch.arange(3.0) + seed)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.out(self.norm(torch.tanh(self.body(self.embed(tokens)))))
+        made: Tensor = self.head(x) * self.one
+        return made
+
+
+def wrapped(model: nn.Module, **options: Any) -> Wrapper:
+    """A wrapper around the norm, and one around the rest."""
+    model.norm = Wrapper(model.get_submodule("norm"), **options)
+    return Wrapper(model, **options)
+
+
+def optimizer_of(model: nn.Module, of: str = "adamw") -> torch.optim.Optimizer:
+    if of == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+
+def make(kind: str, seed: int, optimizer: str = "adamw") -> Kind:
+    """A model with an optimizer, sharded or not in one of the ways that exchange state."""
+    model: nn.Module = Odd(seed)
+    if kind == "wrapper":
+        model = wrapped(model)
+    elif kind in ("fully_shard", "fsdp2"):
+        shard: Any = fsdp.fully_shard if kind == "fully_shard" else torch_fsdp.fully_shard
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        shard(model.norm, mesh=mesh)
+        shard(model, mesh=mesh)
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind in ("fsdp1", "fsdp1_flat", "fsdp1_mesh"):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if kind == "fsdp1_mesh" else None
+        model = torch_fsdp.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({nn.LayerNorm}),
+            use_orig_params=kind != "fsdp1_flat",
+            device_id=torch.device("cpu"),
+            device_mesh=mesh,
+        )
+    return model, optimizer_of(model, optimizer)
+
+
+def train(made: Kind, steps: int) -> list[float]:
+    """The same batches on every rank, so that all kinds see the same gradients."""
+    model, optimizer = made
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.arange(4).add(step) % 5).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def full_state(kind: str, made: Kind) -> tuple[StateDict, StateDict]:
+    """Model and optimizer as whole tensors by name, as the makers of each kind say to do it."""
+    model, optimizer = made
+    if kind.startswith("fsdp1") or kind == "wrapper":
+        theirs: Any = Wrapper if kind == "wrapper" else torch_fsdp.FullyShardedDataParallel
+        api: Any = fsdp if kind == "wrapper" else torch_fsdp
+        with quiet(), theirs.state_dict_type(model, api.StateDictType.FULL_STATE_DICT):
+            return model.state_dict(), theirs.optim_state_dict(model, optimizer)
+    return get_state_dict(model, optimizer, options=FULL)
+
+
+def load_full(kind: str, made: Kind, state: tuple[StateDict, StateDict]) -> None:
+    model, optimizer = made
+    if kind.startswith("fsdp1") or kind == "wrapper":
+        theirs: Any = Wrapper if kind == "wrapper" else torch_fsdp.FullyShardedDataParallel
+        api: Any = fsdp if kind == "wrapper" else torch_fsdp
+        with quiet(), theirs.state_dict_type(model, api.StateDictType.FULL_STATE_DICT):
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(theirs.optim_state_dict_to_load(model, optimizer, state[1]))
+        return
+    set_state_dict(
+        model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=FULL
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch's wrapper warns that it is no longer developed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+        yield
+
+
+def copied(values: Any) -> Any:
+    """The same with tensors of its own, whole."""
+    if isinstance(values, Tensor):
+        return (values.full_tensor() if isinstance(values, DTensor) else values).detach().clone()
+    if isinstance(values, dict):
+        return {key: copied(value) for key, value in values.items()}
+    return type(values)(map(copied, values)) if isinstance(values, list | tuple) else values
+
+
+def assert_same(ours: Any, expected: Any, where: str = "") -> None:
+    """Exactly: state dicts copy values and compute nothing."""
+    if isinstance(expected, Tensor):
+        assert isinstance(ours, Tensor), where
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0, msg=where)
+    elif isinstance(expected, dict):
+        assert ours.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_same(ours[key], value, f"{where}.{key}")
+    elif isinstance(expected, list | tuple):  # torch's functions make lists of tuples
+        assert list(ours) == list(expected), where
+    else:
+        assert ours == expected, where
+
+
+def by_parameter(optimizer_state: StateDict) -> StateDict:
+    """The state, and the settings of each parameter: not all kinds have them in one order."""
+    groups = optimizer_state["param_groups"]
+    settings = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in groups
+        for name in group["params"]
+    }
+    return {"state": optimizer_state["state"], "settings": settings}
+
+
+# --- whole state dicts, to and from torch's -----------------------------------------------
+
+
+def exchange(source: str, targets: tuple[str, ...]) -> None:
+    with quiet():
+        for target in targets:
+            # On CPUs, torch's FSDP1 with use_orig_params saves the last tensor of a parameter's
+            # state in the place of all: its buffer is used again. So, one tensor.
+            kept = "sgd" if "fsdp1" in (source, target) else "adamw"
+            trained, loaded = make(source, 0, kept), make(target, 1, kept)
+            train(trained, 2)
+            state = copied(full_state(source, trained))
+            losses = train(trained, 2)
+
+            load_full(target, loaded, copied(state))
+
+            model, optimizer = full_state(target, loaded)
+            where = f"{source} -> {target}"
+            assert_same(model, state[0], where)
+            assert_same(by_parameter(optimizer), by_parameter(state[1]), where)
+            # Sums over the ranks of a mean, in other orders.
+            assert train(loaded, 2) == pytest.approx(losses, rel=1e-5, abs=0), where
+
+
+def exchange_with_torchs() -> None:
+    for source in TORCHS:
+        exchange(source, OURS)
+
+
+def exchange_with_all() -> None:
+    for source in OURS:
+        exchange(source, OURS + TORCHS)
+
+
+def test_whole_state_of_torchs_wrappers_and_one_process_loads_into_ours(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(exchange_with_torchs, 2, timeout_s=110)
+
+
+def test_our_whole_state_loads_into_torchs_wrappers_and_one_process(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    run_on_ranks(exchange_with_all, 2, timeout_s=110)
