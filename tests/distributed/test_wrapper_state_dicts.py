@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from trine.distributed import fsdp
+from trine.distributed.checkpoint import load_checkpoint, save_checkpoint
 
 RunOnRanks = Callable[..., list[Any]]
 StateDict = dict[str, Any]
@@ -74,9 +78,9 @@ def make(kind: str, seed: int, optimizer: str = "adamw") -> Kind:
         model = wrapped(model)
     elif kind in ("fully_shard", "fsdp2"):
         shard: Any = fsdp.fully_shard if kind == "fully_shard" else torch_fsdp.fully_shard
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        shard(model.norm, mesh=mesh)
-        shard(model, mesh=mesh)
+        ranks = init_device_mesh("cpu", (dist.get_world_size(),))
+        shard(model.norm, mesh=ranks)
+        shard(model, mesh=ranks)
     elif kind == "ddp":
         model = DistributedDataParallel(model)
     elif kind in ("fsdp1", "fsdp1_flat", "fsdp1_mesh"):
@@ -217,3 +221,110 @@ def test_our_whole_state_loads_into_torchs_wrappers_and_one_process(
     run_on_ranks: RunOnRanks,
 ) -> None:
     run_on_ranks(exchange_with_all, 2, timeout_s=110)
+
+
+# --- checkpoints, on another number of ranks, in other processes --------------------------
+
+
+def sharded_state(made: Kind) -> tuple[StateDict, StateDict]:
+    return get_state_dict(*made)
+
+
+def save_with_torch(path: Path, kinds: dict[str, str]) -> dict[str, Any]:
+    """Train, and save what torch's functions, unpatched, find in a model and an optimizer."""
+    found = {}
+    for kind, kept in kinds.items():
+        with quiet():
+            made = make(kind, 0, kept)
+            train(made, 2)
+            model, optimizer = sharded_state(made)
+            if kind in OURS:
+                sharded = {name: model[name] for name, _ in made[0].named_parameters()}
+                assert all(isinstance(value, DTensor) for value in sharded.values()), kind
+                moments = [state["exp_avg"] for state in optimizer["state"].values()]
+                assert all(isinstance(moment, DTensor) for moment in moments), kind
+            save({"model": model, "optimizer": optimizer}, checkpoint_id=path / kind)
+            found[kind] = copied(full_state(kind, made)), train(made, 2)
+    return found
+
+
+def load_with_torch(path: Path, saved: dict[str, Any], kinds: dict[str, str]) -> None:
+    for source, kept in kinds.items():
+        for target in OURS:
+            made = make(target, 1, kept)
+            model, optimizer = sharded_state(made)
+            values = {"model": model, "optimizer": optimizer}
+
+            with quiet():
+                load(values, checkpoint_id=path / source)
+            set_state_dict(
+                *made, model_state_dict=values["model"], optim_state_dict=values["optimizer"]
+            )
+
+            expected, losses = saved[source]
+            where = f"{source} -> {target}"
+            model, optimizer = full_state(target, made)
+            assert_same(model, expected[0], where)
+            assert_same(optimizer["state"], expected[1]["state"], where)
+            # Gradients of two ranks are added up in another order than those of four.
+            assert train(made, 2) == pytest.approx(losses, rel=1e-4, abs=0), where
+
+
+def test_torchs_checkpoints_of_four_ranks_load_on_two(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    kinds = dict.fromkeys(OURS, "adamw")
+
+    saved, *_ = run_on_ranks(save_with_torch, 4, tmp_path, kinds)
+
+    run_on_ranks(load_with_torch, 2, tmp_path, saved, kinds)
+
+
+def test_sharded_checkpoints_of_torchs_wrapper_load_without_conversion(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    # As ShardedTensors, and, where it was given a mesh, as DTensors.
+    kinds = {"fsdp1": "sgd", "fsdp1_flat": "adamw", "fsdp1_mesh": "sgd"}
+
+    saved, *_ = run_on_ranks(save_with_torch, 4, tmp_path, kinds)
+
+    run_on_ranks(load_with_torch, 2, tmp_path, saved, kinds)
+
+
+def save_with_ours(path: Path) -> dict[str, Any]:
+    model, optimizer = made = make("wrapper", 0)
+    train(made, 2)
+    assert Wrapper.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
+
+    whole, DTensor.full_tensor = DTensor.full_tensor, refused  # type: ignore[method-assign]
+    save_checkpoint(path, model, optimizer)
+    DTensor.full_tensor = whole  # type: ignore[method-assign]
+
+    assert Wrapper.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
+    return {"state": copied(full_state("wrapper", made)), "losses": train(made, 2)}
+
+
+def refused(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a tensor was made whole")
+
+
+def load_with_ours(path: Path, saved: dict[str, Any]) -> None:
+    for kind in OURS:
+        made = make(kind, 1)
+        whole, DTensor.full_tensor = DTensor.full_tensor, refused  # type: ignore[method-assign]
+
+        load_checkpoint(path, *made)
+
+        DTensor.full_tensor = whole  # type: ignore[method-assign]
+        model, optimizer = full_state(kind, made)
+        assert_same(model, saved["state"][0], kind)
+        assert_same(optimizer["state"], saved["state"][1]["state"], kind)
+        assert train(made, 2) == pytest.approx(saved["losses"], rel=1e-4, abs=0), kind
+
+
+def test_a_checkpoint_of_a_wrapped_model_is_saved_sharded_and_loads_on_other_ranks(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    saved, *_ = run_on_ranks(save_with_ours, 4, tmp_path / "checkpoint")
+
+    run_on_ranks(load_with_ours, 2, tmp_path / "checkpoint", saved)
