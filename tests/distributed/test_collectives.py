@@ -13,6 +13,7 @@ import torch.distributed as dist
 from trine.distributed import testing
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import (
+    _LARGE_NBYTES,
     C10dComm,
     Comm,
     GlooComm,
@@ -23,6 +24,7 @@ from trine.distributed._fsdp.collectives import (
 
 RunOnRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
+LARGE = _LARGE_NBYTES  # elements of any dtype, in rows that travel otherwise than small ones
 
 everywhere = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 every_comm = pytest.mark.parametrize(
@@ -37,25 +39,27 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
-def gather(kind: type[GlooComm] | type[C10dComm], in_place: bool) -> None:
+def gather(kind: type[GlooComm] | type[C10dComm], columns: int, in_place: bool) -> None:
     comm = kind(world_group(), BufferPool())
-    out = torch.full((comm.world_size, 5), -1.0)
-    shard = out[comm.rank] if in_place else torch.empty(5)
-    shard.copy_(torch.arange(5.0) + 10 * comm.rank)
+    out = torch.full((comm.world_size, columns), -1.0)
+    shard = out[comm.rank] if in_place else torch.empty(columns)
+    pattern = torch.arange(columns) % 7
+    shard.copy_(pattern + 10 * comm.rank)
 
     comm.all_gather(out, shard).wait()
 
-    expected = torch.arange(5.0) + 10 * torch.arange(float(comm.world_size))[:, None]
+    expected = pattern + 10 * torch.arange(float(comm.world_size))[:, None]
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 @everywhere
 @every_comm
+@pytest.mark.parametrize("columns", [5, LARGE])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_row_r_of_an_all_gather_is_the_shard_of_rank_r(
-    run_on_ranks: RunOnRanks, world_size: int, kind: type[Comm], in_place: bool
+    run_on_ranks: RunOnRanks, world_size: int, kind: type[Comm], columns: int, in_place: bool
 ) -> None:
-    run_on_ranks(gather, world_size, kind, in_place)
+    run_on_ranks(gather, world_size, kind, columns, in_place)
 
 
 def reduce(
@@ -80,8 +84,8 @@ def reduce(
 
 def gather_from_others() -> None:
     comm = GlooComm(world_group(), BufferPool())
-    shard = torch.full((2**18,), float(comm.rank))
-    out = torch.full((comm.world_size - 1, 2**18), -1.0)
+    shard = torch.full((LARGE,), float(comm.rank))
+    out = torch.full((comm.world_size - 1, LARGE), -1.0)
     assert comm.gathers_others_only(shard)
 
     comm.all_gather(out, shard).wait()
@@ -105,7 +109,7 @@ def test_a_large_all_gather_of_gloo_can_do_without_the_own_row(run_on_ranks: Run
         (torch.float64, torch.float64),
     ],
 )
-@pytest.mark.parametrize("columns", [4, 2**20])  # gloo's large rows travel otherwise
+@pytest.mark.parametrize("columns", [4, LARGE])
 def test_a_reduce_scatter_gives_each_rank_the_scaled_sum_of_its_row(
     run_on_ranks: RunOnRanks,
     world_size: int,
@@ -131,6 +135,31 @@ def sum_in_fp32() -> None:
 
 def test_half_types_are_summed_in_fp32(run_on_ranks: RunOnRanks) -> None:
     run_on_ranks(sum_in_fp32, 3)
+
+
+def sum_to_the_bit(columns: int) -> None:
+    comm = comm_for(world_group(), BufferPool(), "cpu")
+    torch.manual_seed(0)
+    for sent in (torch.float32, torch.bfloat16, torch.float64):
+        everyone = torch.randn(3, 3, columns, dtype=torch.float64).to(sent)  # rank, row, column
+        exact = torch.promote_types(sent, torch.float32)
+        first, second, third = everyone[:, comm.rank].to(exact)
+        total = (first + second + third) * (1 / 3)
+        for wanted in (torch.float32, torch.bfloat16, torch.float64):
+            rows = comm.pool.acquire((3, columns), sent, CPU)
+            rows.copy_(everyone[comm.rank])
+            out = torch.empty(columns, dtype=wanted)
+
+            comm.reduce_scatter(rows).sum_into(out, 1 / 3)
+
+            torch.testing.assert_close(out, total.to(wanted), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("columns", [4, LARGE])
+def test_sums_are_formed_in_the_order_of_ranks_scaled_and_rounded_once(
+    run_on_ranks: RunOnRanks, columns: int
+) -> None:
+    run_on_ranks(sum_to_the_bit, 3, columns)
 
 
 def reuse_buffers() -> int:
