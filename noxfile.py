@@ -194,17 +194,23 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def bench(session: nox.Session) -> None:
+@nox.parametrize("mpi", list(MPIS), ids=list(MPIS))
+def bench(session: nox.Session, mpi: str) -> None:
     """Measurements, printed: all of tests/benchmarks, or one (-- tracing) with its options."""
-    install(session, *PACKAGES)
     name, *options = session.posargs or ["*"]
     scripts = sorted(Path("tests/benchmarks").glob(f"bench_{name}.py"))
     if not scripts:
         session.error(f"No tests/benchmarks/bench_{name}.py.")
+    if mpi != next(iter(MPIS)):  # what does not use MPI is measured once
+        scripts = [script for script in scripts if script.stem == "bench_collectives"]
+        if not scripts:
+            session.skip(f"{name} does not use MPI")
+    install(session, *PACKAGES, groups=["mpi"])
+    session.install(mpi)
     over = []
     for script in scripts:
         try:
-            session.run("python", str(script), *options, env=ONE_THREAD)
+            session.run("python", str(script), *options, env=ONE_THREAD | mpi_settings())
         except CommandFailed:  # the script has said why; the others are measured all the same
             over.append(script.stem)
     if over:
@@ -247,10 +253,7 @@ def run_tests(session: nox.Session, backend: str, torch: str = TORCH) -> None:
     runs = [["python", "-m", "pytest", "-p", "no:pytest_mpi", *plugin, *chosen, *session.posargs]]
     if over_mpi:
         session.install(backend)  # both bring an mpiexec, so each has an environment of its own
-        # Open MPI wants to be told of more ranks than cores, and of root, as in containers, twice.
-        env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-        if os.geteuid() == 0:
-            env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        env |= mpi_settings()
         if not session.posargs:
             job = ["python", "-m", "pytest", *plugin, "--with-mpi", IN_A_JOB]
             runs += [["mpiexec", "-n", str(ranks), *job] for ranks in (1, 2, 3, 4)]
@@ -263,6 +266,14 @@ def run_tests(session: nox.Session, backend: str, torch: str = TORCH) -> None:
     note(results, ended="failed" if failed else "passed")
     if failed:
         session.error(f"{failed} of {len(runs)} runs of pytest failed.")
+
+
+def mpi_settings() -> dict[str, str]:
+    """Open MPI wants to be told of more ranks than cores, and of root, as in containers, twice."""
+    settings = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    if os.geteuid() == 0:
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return settings
 
 
 def results_folder(session: nox.Session) -> Path:
