@@ -39,8 +39,6 @@ PACKAGES = {"core": ("core",), "distributed": ("core", "distributed"), "tools": 
 TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
 OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for, to be tried
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-MPI_FILES = ("mpi", "c10d", "every_backend", "across_backends", "matrix_mpi_job")
-MPI_TESTS = [f"tests/distributed/test_{name}.py" for name in MPI_FILES]
 IN_A_JOB = "tests/distributed/under_mpiexec"
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
 # Backend and torch; the rows of the table that nox -t matrix ends with, in this order.
@@ -243,9 +241,7 @@ def run_tests(session: nox.Session, backend: str, torch: str = TORCH) -> None:
     over_mpi = backend in MPIS
     install(session, "distributed", groups=["test", *(["mpi"] if over_mpi else [])], torch=torch)
     env = ONE_THREAD | {"TRINE_TEST_BACKEND": "mpi" if over_mpi else backend}
-    chosen = MPI_TESTS if over_mpi and not session.posargs else ["tests/distributed"]
-    if any(map(is_path, session.posargs)):
-        chosen = []
+    chosen = [] if any(map(is_path, session.posargs)) else ["tests/distributed"]
     if backend == "nccl":
         chosen += ["-m", "gpu or devices"]
     plugin = ["-p", "tests.matrix.plugin", f"--results={results}"]
