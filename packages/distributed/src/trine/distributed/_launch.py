@@ -214,7 +214,7 @@ class _Rank:
             self.process.join(_STOP_S)
         if self.outcome is None:
             at_ns = time.monotonic_ns()
-            if self.process.exitcode != ENDED_FROM_OUTSIDE:
+            if self.process.exitcode not in (ENDED_FROM_OUTSIDE, os.EX_SOFTWARE):
                 # Others fail because this one is gone, and may say so before it is noticed.
                 at_ns -= 200_000_000
             self.outcome = Failed(at_ns, _how_it_ended(self.process.exitcode), "")
@@ -419,6 +419,8 @@ def _how_it_ended(exitcode: int | None) -> str:
         return f"was killed by {name}{hint}."
     if exitcode == ENDED_FROM_OUTSIDE:
         return "was stopped by mpiexec, as when another rank has ended."
+    if exitcode == os.EX_SOFTWARE:  # what a rank ends the job of MPI with
+        return "ended the job because of another rank; see what it printed."
     if exitcode is None:
         return "ended before its body returned; see what it printed."
     return f"ended with exit code {exitcode} before its body returned; see what it printed."

@@ -84,6 +84,7 @@ def mpiexec(world_size: int) -> Iterator[list[StandIn]]:
                 _await_calls(callers, process, world_size, stand_ins, folder)
                 yield [stand_ins[rank] for rank in range(world_size)]
             finally:
+                callers.close()  # a stand-in that has not been heard yet ends, too
                 for stand_in in stand_ins.values():
                     stand_in.close()
                 _end(process)

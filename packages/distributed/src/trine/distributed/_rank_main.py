@@ -6,7 +6,6 @@ gone. It must never print; what went wrong travels in the report.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import faulthandler
 import importlib
@@ -213,6 +212,7 @@ def rank_main(
         destroy_process_group()
     except BaseException as error:  # sys.exit() in a body is a rank that gave no result
         reports.send(failure(error))
+        _excuse()
         with suppress(OSError, ValueError):
             _flush()
         os._exit(1)  # destroying the group could wait for ranks that will never come
@@ -221,15 +221,21 @@ def rank_main(
         _leave_mpi()
 
 
+def _excuse() -> None:
+    """Let ranks that watch this one over MPI know that its end has been reported."""
+    mpi = sys.modules.get("trine.distributed.mpi")
+    if mpi is not None:
+        mpi.end_is_reported()
+
+
 def _leave_mpi() -> None:
     """Do what MPI does when a program ends, which a process of multiprocessing skips."""
-    mpi4py = sys.modules.get("mpi4py.MPI")
-    if mpi4py is None:  # torch's own MPI, which ends in C's exit()
+    mpi = sys.modules.get("trine.distributed.mpi")
+    if mpi is None:  # torch's own MPI, which ends in C's exit()
         ctypes.pythonapi.Py_Exit(0)
     else:
         # Not the same way: to take down an interpreter with torch in it costs a second.
-        atexit._run_exitfuncs()
-        mpi4py.Finalize()
+        mpi.leave()
 
 
 def _flush() -> None:

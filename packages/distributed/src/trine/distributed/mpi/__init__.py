@@ -16,7 +16,7 @@ from trine.core import TrineError
 from trine.distributed.mpi.job import job
 from trine.distributed.mpi.process_group import NAME, MPIProcessGroup, tag_of
 
-__all__ = ["NAME", "join", "rank", "world_size"]
+__all__ = ["NAME", "end_is_reported", "join", "leave", "rank", "world_size"]
 
 
 def rank() -> int:
@@ -27,6 +27,20 @@ def rank() -> int:
 def world_size() -> int:
     """How many ranks mpiexec has started; 1 without it."""
     return int(MPI.COMM_WORLD.size)
+
+
+def end_is_reported() -> None:
+    """Tell the other ranks that this one ends, and that whoever started it knows why."""
+    job().end_is_reported()
+
+
+def leave() -> None:
+    """Say goodbye to the other ranks and to mpiexec, in a process that does not end as programs do.
+
+    Programs do that as they end, by themselves.
+    """
+    job().leave()
+    MPI.Finalize()
 
 
 def join(timeout: timedelta) -> None:

@@ -29,7 +29,7 @@ from trine.distributed.mpi.progress import Progress
 
 __all__ = ["Job", "job"]
 
-_ABORTED = 70  # EX_SOFTWARE, as a status that is not a rank's own
+_ABORTED = os.EX_SOFTWARE  # a status that is not a rank's own
 _SEGMENT = re.compile(r" (/dev/shm/(?:mpich|sm_segment)[^ ]*)$", re.MULTILINE)
 
 
@@ -105,6 +105,10 @@ class Job:
         if why is not None:
             self._end_all(f"{why} Ending the job.", _ABORTED)
         self._neighbour.leave()
+
+    def end_is_reported(self) -> None:
+        """Let no other rank end the job, or say anything, because this one ends."""
+        self._neighbour.job_ends()
 
     def _await_the_others(self) -> str | None:
         request = self._world.Ibarrier()
