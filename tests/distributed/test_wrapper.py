@@ -329,7 +329,19 @@ def follows_casts_and_moves() -> None:
     assert all(param.grad is None for param in wrapped.parameters())
 
 
+def computes_in_modules_that_look_into_those_inside() -> None:
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    expected = plain(x).detach()
+    wrapped = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(x), expected)
+
+
 BODIES = [
+    computes_in_modules_that_look_into_those_inside,
     has_the_names_and_attributes_of_what_it_wraps,
     exchanges_what_it_wraps_in_place,
     runs_hooks_outside_of_the_engine_as_torchs_does,

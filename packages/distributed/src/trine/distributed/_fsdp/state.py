@@ -17,6 +17,7 @@ __all__ = ["WRAPPED", "FSDPState", "plain_name", "set_state", "state_of"]
 WRAPPED = "_fsdp_wrapped_module"
 """Under which name a `FullyShardedDataParallel` has the module that it wraps."""
 
+_INFIX = f"{WRAPPED}."
 _ATTRIBUTE = "_trine_fsdp_state"
 
 
@@ -57,6 +58,4 @@ def set_state(module: nn.Module, state: FSDPState) -> None:
 
 def plain_name(name: str) -> str:
     """The name that a module or parameter has without the wrappers around it."""
-    if WRAPPED not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != WRAPPED)
+    return name.replace(_INFIX, "").removesuffix(WRAPPED).removesuffix(".")

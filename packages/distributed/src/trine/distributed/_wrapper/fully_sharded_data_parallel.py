@@ -7,7 +7,7 @@ decides nothing about order and moves no bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -187,6 +187,9 @@ class FullyShardedDataParallel(nn.Module):
             _keep_grads_low(state, precision.reduce_dtype or precision.param_dtype)
         hooks.watch_state_dicts(state)
         self._compute = hooks.as_forward(state, self, self._call_wrapped)
+        # nn.TransformerEncoderLayer reads weights of the modules in it past their forward, unless
+        # one of them has a hook.
+        self.register_forward_pre_hook(_nothing)
         # The first ones, so that hooks of the user's find plain names and final values.
         self.register_state_dict_post_hook(_collect)  # type: ignore[no-untyped-call]  # torch's own
         self.register_load_state_dict_pre_hook(_give_back)  # type: ignore[no-untyped-call]  # torch's own
@@ -237,7 +240,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def _call_wrapped(self, *args: Any, **kwargs: Any) -> Any:
         dtype = self.mixed_precision.buffer_dtype
-        with nullcontext() if dtype is None else buffers_as(dtype, self._unit):
+        if dtype is None:
+            return self._fsdp_wrapped_module(*args, **kwargs)
+        with buffers_as(dtype, self._unit):
             return self._fsdp_wrapped_module(*args, **kwargs)
 
     @contextmanager
@@ -359,6 +364,11 @@ class FullyShardedDataParallel(nn.Module):
         """The parameters, with the names that they have in the wrapped module."""
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
             yield plain_name(name), param
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters, each once."""
+        for _, param in super().named_parameters(recurse=recurse):
+            yield param
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -706,6 +716,10 @@ class FullyShardedDataParallel(nn.Module):
     def _fqn_modifiers() -> dict[str, str]:
         # torch.distributed.checkpoint.state_dict leaves out such a name while it walks.
         return {"": WRAPPED}
+
+
+def _nothing(*_: object) -> None:
+    """A hook."""
 
 
 def _auto_wrap(
