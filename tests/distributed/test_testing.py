@@ -6,12 +6,14 @@ import importlib.util
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -89,6 +91,17 @@ class Unreadable:
 
 def return_on_rank_1_what_cannot_be_read() -> object:
     return Unreadable() if dist.get_rank() == 1 else None
+
+
+def lose_what_stands_in_for_rank_1() -> None:
+    if dist.get_rank() == 1:
+        for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208  # names, which close soon
+            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                (pid, _, _) = struct.unpack("3i", peer)
+                if "_stand_in" in Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(pid, signal.SIGKILL)
+    signal.pause()
 
 
 def print_to_a_full_disk() -> None:
@@ -220,6 +233,16 @@ def test_a_rank_that_ends_without_a_result_is_named_first(
         run_on_ranks(end_on_rank_1, 2, how)
 
     assert str(caught.value).startswith(f"Rank 1 of 2 {told}")
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRINE_TEST_BACKEND") != "mpi", reason="only mpiexec watches a stand-in"
+)
+def test_ranks_end_with_what_mpiexec_watches_in_their_place(run_on_ranks: RunOnRanks) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(lose_what_stands_in_for_rank_1, 2)
+
+    assert caught.value.reason == "was stopped by mpiexec, as when another rank has ended."
 
 
 def test_a_result_that_cannot_travel_is_a_failure_of_that_rank(run_on_ranks: RunOnRanks) -> None:
