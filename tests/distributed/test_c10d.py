@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trine.distributed import monitored_barrier
+from trine.distributed import barriers, monitored_barrier
 
 RunOnRanks = Callable[..., list[Any]]
 
@@ -319,6 +319,18 @@ def monitored() -> None:
     monitored_barrier(group)  # nothing on ranks that are not in it
 
 
+def absent() -> None:
+    """Over the store, as on backends that have no monitored barrier of their own."""
+    rank, _ = here()
+    world = dist.group.WORLD
+    assert world is not None
+    barriers._meet(world, timedelta(seconds=30))
+    barriers._meet(world, None)
+    if rank != 1:
+        with pytest.raises(dist.DistBackendError, match=r"#2 .* These ranks have not come: 1\."):
+            barriers._meet(world, timedelta(seconds=1))
+
+
 def dtensors() -> None:
     rank, ranks = here()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -396,7 +408,7 @@ EVERYWHERE = (
     asynchronous,
     monitored,
 )
-WITH_OTHERS = (messages, dtensors, ddp)
+WITH_OTHERS = (messages, dtensors, ddp, absent)
 # gloo adds up half types in half precision, wants contiguous tensors, overwrites what is sent
 # from another rank's place in the result, and speaks torch's words.
 ON_MPI = (sums_in_the_order_of_ranks, strided, aliases, other_devices, split, larger_than_a_call)

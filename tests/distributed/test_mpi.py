@@ -249,5 +249,19 @@ def several_groups() -> float:
     return total.item()
 
 
+def destroy_with_work_queued() -> list[float]:
+    tensors = [torch.full((100_000,), float(each)) for each in range(5)]
+    for tensor in tensors:
+        dist.all_reduce(tensor, async_op=True)
+    dist.destroy_process_group()
+    return [tensor[-1].item() for tensor in tensors]
+
+
+def test_destroying_a_group_waits_for_the_work_that_is_queued(
+    run_on_ranks: Callable[..., list[Any]],
+) -> None:
+    assert run_on_ranks(destroy_with_work_queued, 2) == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2
+
+
 def test_groups_can_be_made_and_given_back(run_on_ranks: Callable[..., list[Any]]) -> None:
     assert run_on_ranks(several_groups, 2) == [2.0**20, 2.0**20]

@@ -426,13 +426,18 @@ class MPIProcessGroup(dist.ProcessGroup):
     # --- the end ---------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Give the communicators back. Every rank of the group must call it."""
+        """Give the communicators back, once collectives under way are over.
+
+        Every rank of the group must call it.
+        """
+        self._progress.finish(self._lane)
         comm, self._comm = self._comm, MPI.COMM_NULL
         messages, self._messages = self._messages, MPI.COMM_NULL
-        if self._progress.broken is None:
-            for each in (comm, messages):
-                if each != MPI.COMM_NULL:
-                    each.Free()
+        if self._progress.broken is None and comm != MPI.COMM_NULL:
+            comm.Free()
+            # A message that nobody takes may be under way for as long as the job.
+            if not self._progress.is_busy(ANY_ORDER):
+                messages.Free()
 
     def abort(self) -> None:
         """End the whole job: operations of MPI cannot be taken back."""

@@ -168,6 +168,17 @@ class Progress:
             )
         )
 
+    def finish(self, lane: int) -> None:
+        """Return when nothing is under way in a lane. Every operation has a limit of its own."""
+        here = self._lanes.get(lane)
+        while here is not None and (works := list(here.works)):
+            self._drive(lane, here, works[-1], inf)
+
+    def is_busy(self, lane: int) -> bool:
+        """Whether something is under way in a lane."""
+        here = self._lanes.get(lane)
+        return here is not None and bool(here.works)
+
     def drain(self, timeout_s: float) -> list[str]:
         """Let what was submitted come to its end, and stop.
 
