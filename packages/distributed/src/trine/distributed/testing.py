@@ -23,7 +23,7 @@ def run_on_ranks(
     """Call `body(*args)` in one new process per rank and collect what the ranks return.
 
     A process group is running while the body runs. The launcher's variables (`RANK`,
-    `WORLD_SIZE`, ...) are set as under torchrun. Each rank computes with one thread
+    `WORLD_SIZE`, ...) are set as under torchrun, or mpiexec with `"mpi"`. Each rank computes with one thread
     unless `OMP_NUM_THREADS` is set. Whatever happens, no process is left behind: ranks
     are stopped when one fails, at the time limit, on Ctrl-C, and when the launching
     process dies.
@@ -35,7 +35,7 @@ def run_on_ranks(
         body: a function at the top level of a module; test modules are fine.
         world_size: how many ranks to start.
         *args: what to call it with; must pickle, as must what it returns.
-        backend: of the process group; ranks over `"mpi"` are started with `mpiexec`.
+        backend: of the process group; over `"mpi"` the ranks are a job of `mpiexec`.
         timeout_s: how long all of it may take, in seconds; None sets no limit.
 
     Returns:
