@@ -23,10 +23,10 @@ def run_on_ranks(
     """Call `body(*args)` in one new process per rank and collect what the ranks return.
 
     A process group is running while the body runs. The launcher's variables (`RANK`,
-    `WORLD_SIZE`, ...) are set as under torchrun, or mpiexec with `"mpi"`. Each rank computes with one thread
-    unless `OMP_NUM_THREADS` is set. Whatever happens, no process is left behind: ranks
-    are stopped when one fails, at the time limit, on Ctrl-C, and when the launching
-    process dies.
+    `WORLD_SIZE`, ...) are set as under torchrun, or, over MPI, as under mpiexec. Each
+    rank computes with one thread unless `OMP_NUM_THREADS` is set. Whatever happens, no
+    process is left behind: ranks are stopped when one fails, at the time limit, on
+    Ctrl-C, and when the launching process dies.
 
     A script that calls this needs `if __name__ == "__main__":` around the call, because
     the ranks import it to find the body.
