@@ -91,7 +91,7 @@ def as_forward(
         args, kwargs = pre_forward(state, module, args, kwargs)
         try:
             output = method(*args, **kwargs)
-        except Exception:
+        except BaseException:  # an interrupt, too: the user may go on
             post_forward(state, module, args, None)
             raise
         return post_forward(state, module, args, output)

@@ -42,7 +42,9 @@ from trine.distributed._fsdp.torch_internals import (
 )
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["ShardedParam", "Slot", "rows_in"]
+__all__ = ["ShardedParam", "Slot", "attributes_of", "rows_in"]
+
+_OF_DTENSOR = ("_local_tensor", "_spec", "_is_param")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,6 +73,11 @@ def rows_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
     with contextlib.suppress(BufferError, RuntimeError, TypeError):
         part = from_dlpack(part)
     return part.view(tuple(shape))
+
+
+def attributes_of(param: nn.Parameter) -> dict[str, object]:
+    """What users have attached to a parameter."""
+    return {name: value for name, value in vars(param).items() if name not in _OF_DTENSOR}
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -283,14 +290,32 @@ class ShardedParam:
         self.local = local
         self._linked = set_local_tensor(self._dtensor, local)
         self._shown_trainable = self.sharded.requires_grad
-        if self._before is not None:
-            with torch.no_grad():
-                unsharded = self._before.as_before(unsharded)
-        self.unsharded = nn.Parameter(unsharded, requires_grad=self._shown_trainable)
-        note_successor(self.unsharded, self)
-        for name, value in vars(self.sharded).items():
-            if name not in ("_local_tensor", "_spec"):
-                setattr(self.unsharded, name, value)
+        self.unsharded = self.as_whole(unsharded)
+
+    def as_whole(self, whole: Tensor) -> nn.Parameter:
+        """A parameter over `whole` that stands for the sharded one, as it was before the call.
+
+        Args:
+            whole: what this rank and its data-parallel peers share; memory is shared.
+        """
+        requires_grad = self.sharded.requires_grad
+        with torch.no_grad():
+            found = nn.Parameter(self.as_before(whole), requires_grad=requires_grad)
+        note_successor(found, self)
+        for name, value in attributes_of(self.sharded).items():
+            setattr(found, name, value)
+        return found
+
+    def as_before(self, whole: Tensor) -> Tensor:
+        """`whole` as the module knew it: a DTensor, where tensor parallelism had dealt it out."""
+        return whole if self._before is None else self._before.as_before(whole)
+
+    def on_this_rank(self, tensor: Tensor) -> Tensor:
+        """The reverse, of a value or a gradient: to be reduced, or cut into rows.
+
+        Sums that are spread over tensor-parallel ranks are added up, by a collective.
+        """
+        return tensor if self._before is None else self._before.local_grad(tensor)
 
     def fill(self) -> None:
         """Bring the group's buffer up to date, if it is not the parameter's own memory."""
@@ -342,7 +367,7 @@ class ShardedParam:
         unsharded = self.unsharded
         if unsharded is None or unsharded.grad is None:
             return
-        grad, kept = self._on_this_rank(unsharded.grad), self._kept_grad
+        grad, kept = self.on_this_rank(unsharded.grad), self._kept_grad
         unsharded.grad = None
         if kept is None:
             self._kept_grad = grad if dtype is None else grad.to(dtype)
@@ -350,9 +375,6 @@ class ShardedParam:
             kept.add_(grad)
         else:
             self._kept_grad = kept + grad  # the parameter was cast in between
-
-    def _on_this_rank(self, grad: Tensor) -> Tensor:
-        return grad if self._before is None else self._before.local_grad(grad)
 
     def drop_grad(self) -> None:
         """Forget the whole gradient accumulated on this rank."""
@@ -372,4 +394,4 @@ class ShardedParam:
         assert unsharded is not None
         grad = unsharded.grad
         unsharded.grad = None
-        return None if grad is None else self._on_this_rank(grad)
+        return None if grad is None else self.on_this_rank(grad)

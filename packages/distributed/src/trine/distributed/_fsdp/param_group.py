@@ -49,6 +49,7 @@ class _Storage(Enum):
     EMPTY = "empty"
     FILLING = "filling"
     WHOLE = "whole"
+    LENT = "lent"  # nothing, and the slots are somebody else's
 
 
 @dataclass
@@ -263,6 +264,12 @@ class ParamGroup:
         """Start to gather the parameters."""
         if self._holds is not _Storage.EMPTY:
             # Backward computes with what forward did.
+            if self._holds is _Storage.LENT:
+                raise RuntimeError(
+                    f"{self.name} cannot compute, neither forward nor backward, inside "
+                    "summon_full_params, where it shows copies of its whole parameters. Leave "
+                    "the context first."
+                )
             whole_enough = self._holds is _Storage.FILLING or backward_running() != -1
             if whole_enough or self._gathered_at == self._now():
                 return
@@ -388,7 +395,7 @@ class ParamGroup:
     def reshard(self) -> None:
         """Free the whole parameters and put the sharded ones into the slots."""
         self._drop_piece()
-        if self._holds is _Storage.EMPTY:
+        if self._holds is _Storage.EMPTY or self._holds is _Storage.LENT:
             return
         if self._holds is _Storage.FILLING:
             self.wait_for_unshard()  # a prefetch that nobody used: its buffer must return
@@ -411,6 +418,26 @@ class ParamGroup:
             param.follow_unsharded()
         put_parameters(self._sharded_places)
         self._whole.resize_(0)
+        self._holds = _Storage.EMPTY
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the slots are somebody else's; see `lend`."""
+        return self._holds is _Storage.LENT
+
+    @without_grad
+    def lend(self) -> None:
+        """Leave the slots to the caller until `take_back`, with the newest shards behind them.
+
+        Nothing is gathered until then. Whole gradients that wait on this rank go on waiting.
+        """
+        self.reshard()
+        self._refresh(self._flat is None or self._moved())
+        self._holds = _Storage.LENT
+
+    def take_back(self) -> None:
+        """Show the sharded parameters again, whatever is in the slots."""
+        put_parameters(self._sharded_places)
         self._holds = _Storage.EMPTY
 
     def gather_again_among_all(self) -> None:

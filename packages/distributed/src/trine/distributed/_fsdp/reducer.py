@@ -32,6 +32,7 @@ from torch import Tensor
 from trine.core import tracing
 from trine.core.devices import Event
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
+from trine.distributed._fsdp.comm_hook import CommHook
 from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.grads import ShardedGrads
 from trine.distributed._fsdp.layout import GroupLayout
@@ -57,12 +58,14 @@ class ReduceSettings:
         all_reduces: whether sums go to the other copies, or are kept until one does.
         hook: called with the reduced flat gradients of a group before they are handed out.
         finite: looks at each rank's own gradients before they are reduced.
+        comm_hook: reduces in the place of the one collective that adds up; `divide_by` is 1 then.
     """
 
     divide_by: float | None = None
     all_reduces: bool = True
     hook: Callable[[Tensor], None] | None = None
     finite: FiniteCheck | None = None
+    comm_hook: CommHook | None = None
 
 
 @dataclass
@@ -211,8 +214,16 @@ class GradReducer:
         chunk_cat(grads, ranks, rows)
         del grads
         transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)
-        pending = self._transfers.start(transfer.name, rows, lambda: self.comm.reduce_scatter(rows))
+        pending = self._transfers.start(
+            transfer.name, rows, lambda: self._reduce_scatter(rows, plan)
+        )
         self._reduction = _Reduction(transfer, pending, plan, used)
+
+    def _reduce_scatter(self, rows: Tensor, plan: _Plan) -> PendingReduce:
+        hook = self.settings.comm_hook
+        if hook is None or self._replicate_group is not None:
+            return self.comm.reduce_scatter(rows)
+        return hook.reduce_scatter(rows, len(plan.params), self.comm)
 
     def _take(
         self, params: Sequence[ShardedParam], dtype: torch.dtype
@@ -304,10 +315,14 @@ class GradReducer:
         start_ns = time.perf_counter_ns() if tracing.enabled else 0
         nbytes = 2 * wire.nbytes * (self._copies - 1) // self._copies
         transfer = Transfer("all_reduce", wire.dtype, nbytes, start_ns)
-        work = self._transfers.start(
-            transfer.name, wire, lambda: dist.all_reduce(wire, group=group, async_op=True), group
-        )
-        reduction.all_reduce = Pending([work])
+        hook, marks = self.settings.comm_hook, len(reduction.plan.params)
+
+        def all_reduce() -> Pending:
+            if hook is not None:
+                return hook.all_reduce(wire, marks, group)
+            return Pending([dist.all_reduce(wire, group=group, async_op=True)])
+
+        reduction.all_reduce = self._transfers.start(transfer.name, wire, all_reduce, group)
         reduction.all_reduce_transfer = transfer
 
     def _hand_out(self, reduction: _Reduction) -> bool:

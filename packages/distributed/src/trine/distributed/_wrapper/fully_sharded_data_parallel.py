@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trine.core.batches import tensors_of
 from trine.distributed._fsdp import hooks
+from trine.distributed._fsdp.comm_hook import CommHook
 from trine.distributed._fsdp.fully_shard import shard_unit
 from trine.distributed._fsdp.grad_norm import clip_grad_norm_
 from trine.distributed._fsdp.module import drop_grads
@@ -48,6 +49,7 @@ from trine.distributed._wrapper.state_dict_types import (
     as_settings,
     default_settings,
 )
+from trine.distributed._wrapper.whole_params import whole_params
 
 __all__ = ["FullyShardedDataParallel"]
 
@@ -435,6 +437,117 @@ class FullyShardedDataParallel(nn.Module):
                 group.reshard()  # whole parameters have no gradients
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
+    def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:
+        """Let `hook` add gradients up over ranks, in the place of the engine's collective.
+
+        It owns the division as well: what it leaves is what the optimizer sees. Hooks written for
+        torch's FSDP work here (those of torch that compress fail on CPUs, here as there, since
+        they record a stream of a GPU). Gradients come in the dtype of the reduction, a part for
+        each rank in their order, each with the rows of all parameters that this rank keeps,
+        padded to equal length.
+
+        Args:
+            state: handed to the hook; each rank has its own.
+            hook: where parameters are sharded, called as `hook(state, gradients, output)` with
+                1-D tensors, to write this rank's part of the reduced gradients into `output`.
+                With NO_SHARD called as `hook(state, gradients)`, to change these in place.
+
+        Raises:
+            RuntimeError: if this is not the outermost wrapper, or one has a hook already.
+            TypeError: if `hook` cannot be called.
+            ValueError: if a wrapper has a hybrid strategy, whose two collectives no one hook
+                can replace.
+        """
+        if not callable(hook):
+            raise TypeError(
+                f"hook must be a function such as reduce_scatter_hook, got {_kind(hook)}."
+            )
+        if not self.check_is_root():
+            raise RuntimeError(
+                f"register_comm_hook was called on {_state(self).name}, which another wrapper is "
+                "around. Call it on the outermost one: the hook is for all below it."
+            )
+        states = _states(self)
+        for each in states:
+            if each.axes.replicate_group is not None and each.axes.shard_group is not None:
+                raise ValueError(
+                    f"{each.name} has a hybrid strategy: its gradients are added up by two "
+                    "collectives, within a copy and over the copies, and a hook replaces one. "
+                    "Use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD, or leave the hook out."
+                )
+            if each.reduce_settings.comm_hook is not None:
+                raise RuntimeError(
+                    f"{each.name} has a communication hook already. One hook, registered once."
+                )
+        for each in states:
+            each.reduce_settings.comm_hook = CommHook(state, hook)
+            each.reduce_settings.divide_by = 1.0
+
+    # --- whole parameters -------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Show whole parameters for the time of a `with` block, in the dtype they are stored in.
+
+        They are copies, plain parameters in the place of the sharded ones, and gone after the
+        block. Parameters that tensor parallelism has dealt out are shown as it dealt them out.
+        Every rank must enter and leave together. Inside, neither forward nor backward can run.
+
+        Args:
+            module: a wrapper, or any module with wrappers below it.
+            recurse: also for wrappers below `module`; else for itself alone.
+            writeback: keep what was edited, through `.data` too, also if the block raises: each
+                rank keeps the rows that it holds, so all must make the same edits. A parameter
+                that was replaced by one of the same shape gives its value, and whether it needs
+                a gradient. With False nothing done inside lasts.
+            rank0_only: show them only on the first of the ranks that hold them, in most programs
+                rank 0; the others keep showing sharded ones, and with `writeback` get its edits.
+            offload_to_cpu: show copies in the memory of the host.
+            with_grads: show whole gradients as well; with `writeback` they are written back.
+
+        Raises:
+            RuntimeError: inside forward, backward or another summon_full_params.
+            ValueError: at the end, with `writeback`, if a parameter has another shape by then or
+                is gone; nothing is written back.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"summon_full_params takes an nn.Module, got {_kind(module)}.")
+        modules = list(module.modules()) if recurse else [module]
+        wrappers = [each for each in modules if isinstance(each, FullyShardedDataParallel)]
+        found = (state_of(each) for each in modules)
+        with whole_params(
+            list(dict.fromkeys(state for state in found if state is not None)),
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            for wrapper in wrappers:
+                wrapper._summoned = True
+            try:
+                yield
+            finally:
+                for wrapper in wrappers:
+                    wrapper._summoned = False
+
+    def apply(self: M, fn: Callable[[nn.Module], object]) -> M:
+        """Call `fn` with each module below, children first, and with itself; keep its edits.
+
+        Each wrapper's own parameters are whole meanwhile, so a function that initializes gives
+        what it gives an unwrapped model: on every rank the same, if their seeds are.
+        """
+        with FullyShardedDataParallel.summon_full_params(self, recurse=False):
+            super().apply(fn)  # type: ignore[arg-type]  # what it returns is ignored
+        return self
+
     # --- state dicts ------------------------------------------------------------------------
 
     @staticmethod
@@ -803,3 +916,7 @@ def _state(wrapper: FullyShardedDataParallel) -> FSDPState:
 
 def _states(module: nn.Module) -> list[FSDPState]:
     return [state for each in module.modules() if (state := state_of(each)) is not None]
+
+
+def _kind(given: object) -> str:
+    return type(given).__name__

@@ -41,7 +41,12 @@ def collected(
         settings: what to convert to.
 
     Every rank must call it together if the values are to be whole.
+
+    Raises:
+        RuntimeError: inside `summon_full_params`, on a rank that does not show whole values.
     """
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        _refuse_alone(state)
     found = list(values.items())
     values.clear()
     config = settings.state_dict_config
@@ -54,6 +59,17 @@ def collected(
             done[id(value)] = _converted(value, settings, wanted)
         if wanted:
             values[name] = done[id(value)]
+
+
+def _refuse_alone(state: FSDPState) -> None:
+    for group in state.groups:
+        for param in group.params if group.is_lent else ():
+            if param.slots[0].get() is param.sharded:
+                raise RuntimeError(
+                    f"Rank {dist.get_rank()} was asked for a FULL_STATE_DICT inside "
+                    f"summon_full_params(rank0_only=True), where it shows {param.fqn} sharded and "
+                    "the first rank does not help it. Ask on the first rank alone, or outside."
+                )
 
 
 def _converted(value: Any, settings: StateDictSettings, wanted: bool) -> Any:
