@@ -27,7 +27,7 @@ from tests.distributed.stream_model import Access, Mark, StreamModel, Timeline
 from trine.core.devices import Device, Event, Stream
 from trine.distributed._fsdp import collectives
 from trine.distributed._fsdp.torch_internals import local_tensor
-from trine.distributed._fsdp.transfers import Transfers
+from trine.distributed._fsdp.transfers import Transfer, Transfers
 
 __all__ = ["KIND", "RecordingDevice", "pose_as_torch_module"]
 
@@ -200,9 +200,9 @@ class RecordingDevice(Device):
         """See every operation on tensors, and carry out the engine's collectives."""
         device, guard, resize = self, Transfers.guard, torch.UntypedStorage.resize_
 
-        def labelled(transfers: Transfers, what: str, call: Callable[[], Any]) -> Any:
-            device.label = f"{what} {transfers.unit}"
-            return guard(transfers, what, call)
+        def labelled(transfers: Transfers, transfer: Transfer, call: Callable[[], Any]) -> Any:
+            device.label = f"{transfer.name} {transfers.unit}"
+            return guard(transfers, transfer, call)
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             if storage.nbytes():

@@ -45,7 +45,7 @@ __all__ = ["RanksFailed", "check_world_size", "launch", "most_ranks"]
 # some torch is skipped by the server.
 _PRELOAD = ["trine.distributed._rank_main", "trine.distributed.fsdp", "torch._dynamo"]
 _START_S = 0.5  # for the start of a rank to end once it is no longer wanted
-_GRACE_S = 1.0  # for the ranks that fail because another one did
+_GRACE_S = 3.0  # for the ranks that fail because another one did; they ask each other who
 _STOP_S = 1.0  # between asking a rank to end and killing it
 _STACKS_S = 1.0  # for a rank to write where it stands
 _LEAVE_S = 3.0  # for a rank that has reported to leave by itself

@@ -31,6 +31,7 @@ import torch
 from trine.core import TrineError
 from trine.distributed._mpiexec import StandIn
 from trine.distributed.process_groups import destroy_process_group, init_process_group
+from trine.distributed.watch import current_watch
 
 __all__ = [
     "ENDED_FROM_OUTSIDE",
@@ -212,6 +213,9 @@ def rank_main(
         destroy_process_group()
     except BaseException as error:  # sys.exit() in a body is a rank that gave no result
         reports.send(failure(error))
+        watch = current_watch()
+        if watch is not None:
+            watch.tell(error)
         _excuse()
         with suppress(OSError, ValueError):
             _flush()

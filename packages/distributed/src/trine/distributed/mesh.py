@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from trine.core import Device, get_device
-from trine.distributed.process_groups import CPU_BACKENDS, BorrowedGroup, init_process_group
+from trine.distributed.process_groups import (
+    CPU_BACKENDS,
+    BorrowedGroup,
+    init_process_group,
+    timeout_of_groups,
+)
 
 __all__ = ["DataParallelMeshDims", "MeshAxes", "init_mesh", "mesh_of_groups"]
 
@@ -48,7 +53,12 @@ def init_mesh(
     if axes is None:
         axes = {"shard": world_size}
     _check(axes, world_size)
-    return init_device_mesh(found.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(found.kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    timeout = timeout_of_groups()
+    if timeout is not None:
+        for axis in range(mesh.ndim):
+            mesh.get_group(axis).set_timeout(timeout)
+    return mesh
 
 
 def _check(axes: Mapping[str, int], world_size: int) -> None:
@@ -217,7 +227,11 @@ class MeshAxes:
             ranks = dist.get_process_group_ranks(group)
             first = group.rank() // size * size
             # Among the members only: other ranks of the world may be busy with other models.
-            subgroup = dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+            subgroup = dist.new_group(
+                ranks[first : first + size],
+                use_local_synchronization=True,
+                timeout=timeout_of_groups(),
+            )
             assert isinstance(subgroup, dist.ProcessGroup)
             made[size] = BorrowedGroup(subgroup)
         return made[size]()
@@ -322,7 +336,7 @@ def _group(mesh: DeviceMesh, axes: list[int]) -> tuple[dist.ProcessGroup | None,
     ours: dist.ProcessGroup | None = None
     # Every rank takes part in making every group: that is the rule of new_group.
     for ranks in mesh.mesh.permute(*others, *axes).reshape(-1, size).tolist():
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout_of_groups())
         if dist.get_rank() in ranks:
             ours = group
     assert isinstance(ours, dist.ProcessGroup)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trine.core import CUDADevice, Device, TrineError, get_device
 from trine.distributed.launchers import Launch, read_launch
 from trine.distributed.rendezvous import join
+from trine.distributed.watch import stop_watch, watch_world
 
 __all__ = [
     "CPU_BACKENDS",
@@ -37,6 +38,7 @@ __all__ = [
     "init_process_group",
     "launched",
     "leave_at_exit",
+    "timeout_of_groups",
 ]
 
 MPI4PY = "mpi4py"  # what torch calls the backend mpi, if it is ours
@@ -62,7 +64,12 @@ def init_process_group(
     it becomes the only rank, and no port is opened. Calling it again while a
     group with the same backend is running changes nothing. A program that ends without
     `destroy_process_group` leaves the world then, within two seconds whatever the other
-    ranks do.
+    ranks do. One that ends by an exception ends the job: ranks that do not notice by
+    themselves are ended some seconds later.
+
+    With `TRINE_DEBUG=1` torch compares all collectives of gloo and nccl groups, also those
+    that the program makes itself, and raises if ranks disagree (`TORCH_DISTRIBUTED_DEBUG=DETAIL`,
+    unless that is set already).
 
     Args:
         backend: `"gloo"`, `"nccl"`, `"mpi"`, or another of torch's; None takes mpi where
@@ -72,7 +79,8 @@ def init_process_group(
         device: where this rank computes. `"auto"` means the CPU when `backend` is gloo
             or mpi, otherwise a GPU if there is one; a kind without an index means the
             GPU numbered by this rank's place on its host. It becomes the current one.
-        timeout: how long a collective may take; None leaves torch's default.
+        timeout: how long a collective may take, also one of the groups that meshes and
+            sharded modules make later; None leaves torch's default.
 
     Returns:
         The device of this rank.
@@ -98,24 +106,47 @@ def init_process_group(
                 f"A process group with backend {running!r} is running already, and {backend!r} "
                 f"was asked for. Call destroy_process_group() first, or ask for {running!r}."
             )
-    elif backend == "mpi" and not dist.is_mpi_available():
+    else:
+        _join(launch, backend, timeout)
+    leave_at_exit()
+    return found
+
+
+def timeout_of_groups() -> timedelta | None:
+    """How long collectives of groups made from now on may take: as long as the world's.
+
+    None for torch's default, also where the program joined the world with torch's function.
+    """
+    return _timeout if dist.is_initialized() else None
+
+
+_timeout: timedelta | None = None
+
+
+def _join(launch: Launch | None, backend: str, timeout: timedelta | None) -> None:
+    global _timeout
+    # Torch's own check of all collectives, also of those that the program makes itself.
+    if os.environ.get("TRINE_DEBUG", "0") not in ("", "0"):
+        os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+        dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch's stubs miss it
+    if backend == "mpi" and not dist.is_mpi_available():
         _join_over_mpi4py(launch, timeout)
     elif launch is None:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but torch's stubs miss it
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         join(launch, backend, timeout)
-    leave_at_exit()
-    return found
+    _timeout = timeout
 
 
 def leave_at_exit() -> None:
     """Let this process leave the world before its interpreter ends, whoever joined it.
 
     Programs start groups with torch's own functions too; see Note [Threads that outlive the
-    interpreter].
+    interpreter]. While it runs, the other ranks are watched; see `watch`.
     """
     _leave_at_exit(os.getpid())
+    watch_world()
 
 
 def destroy_process_group() -> None:
@@ -262,6 +293,7 @@ def _device_of_this_rank(
 
 def _destroy() -> list[dist.ProcessGroup]:
     """Leave the world; returns the groups that the program still refers to."""
+    stop_watch()
     groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
     if dist.is_initialized():
         dist.destroy_process_group()

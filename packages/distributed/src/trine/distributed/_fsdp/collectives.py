@@ -24,7 +24,8 @@ from torch import Tensor
 
 from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
-from trine.distributed.process_groups import MPI4PY, BorrowedGroup, backend_of
+from trine.distributed.ledger import ledger_of
+from trine.distributed.process_groups import MPI4PY, BorrowedGroup, backend_of, timeout_of_groups
 
 __all__ = [
     "C10dComm",
@@ -112,6 +113,7 @@ class Comm(ABC):
 
     Attributes:
         averages: whether the backend is asked to divide.
+        ledger: counts the collectives of the group; None if there is no other rank.
     """
 
     can_average = False
@@ -131,6 +133,7 @@ class Comm(ABC):
         self.backend = backend
         self.averages = False
         self._borrowed = None if group is None else BorrowedGroup(group)
+        self.ledger = None if group is None else ledger_of(group)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -403,7 +406,7 @@ def _twin(
 ) -> dist.ProcessGroup:
     if group not in made:
         ranks = dist.get_process_group_ranks(group)
-        twin = dist.new_group(ranks, use_local_synchronization=True)
+        twin = dist.new_group(ranks, use_local_synchronization=True, timeout=timeout_of_groups())
         assert isinstance(twin, dist.ProcessGroup)
         made[group] = twin
     return made[group]

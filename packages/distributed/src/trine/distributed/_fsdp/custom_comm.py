@@ -98,6 +98,7 @@ class CustomComm(Comm):
     ) -> None:
         super().__init__(inner.pool, inner.rank, inner.world_size, inner.backend)
         self._borrowed = inner._borrowed
+        self.ledger = inner.ledger
         if isinstance(inner, CustomComm):
             gather, reduce = gather or inner._gather, reduce or inner._reduce
             inner = inner._inner

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trine.distributed._fsdp.collectives import Comm
+from trine.distributed._fsdp.failures import guarded
 from trine.distributed._fsdp.meeting import meetings
-from trine.distributed._fsdp.transfers import Transfers, guarded
+from trine.distributed._fsdp.transfers import Transfer, Transfers
+from trine.distributed.ledger import Ledger, ledger_of
 
 __all__ = [
     "CheckedTransfers",
@@ -76,10 +78,10 @@ class CheckedTransfers(Transfers):
 
     def start(
         self,
-        what: str,
+        transfer: Transfer,
         buffer: Tensor,
         call: Callable[[], T],
-        group: dist.ProcessGroup | None = None,
+        ledger: Ledger | None = None,
     ) -> T:
         """See `Transfers.start`.
 
@@ -87,11 +89,10 @@ class CheckedTransfers(Transfers):
             RanksDisagree: on every rank, if one is about to do something else.
             CommError: if a rank does not come.
         """
-        if group is None and self.comm.world_size > 1:
-            group = self.comm.group
-        if group is not None:
-            check_label(group, f"{what} of {self.unit}", buffer)
-        return super().start(what, buffer, call, group)
+        ledger = ledger or self.comm.ledger
+        if ledger is not None:
+            check_label(ledger, f"{transfer.name} of {self.unit}", buffer)
+        return super().start(transfer, buffer, call, ledger)
 
 
 def all_reduce(
@@ -109,21 +110,17 @@ def all_reduce(
         CommError: if another rank has gone, or does not come.
         RanksDisagree: on every rank, while debugging, if one is about to do something else.
     """
+    ledger = ledger_of(group)
     if debugging():
-        check_label(group, f"all_reduce of {what}", tensor)
-    guarded(
-        f"all_reduce of {what}",
-        dist.get_rank(),
-        dist.get_world_size(),
-        lambda: dist.all_reduce(tensor, op=op, group=group),
-    )
+        check_label(ledger, f"all_reduce of {what}", tensor)
+    guarded("all_reduce", what, tensor, ledger, lambda: dist.all_reduce(tensor, op=op, group=group))
 
 
-def check_label(group: dist.ProcessGroup, what: str, buffer: Tensor) -> None:
-    """Compare with the other ranks of `group` what this one is about to do.
+def check_label(ledger: Ledger, what: str, buffer: Tensor) -> None:
+    """Compare with the other ranks of a group what this one is about to do.
 
     Args:
-        group: the ranks.
+        ledger: of the group.
         what: the operation and whose it is.
         buffer: what it moves.
 
@@ -136,7 +133,7 @@ def check_label(group: dist.ProcessGroup, what: str, buffer: Tensor) -> None:
         return
     dtype = str(buffer.dtype).removeprefix("torch.")
     met.meet(
-        dist.get_process_group_ranks(group),
+        ledger.ranks,
         f"{what} ({buffer.numel()} elements of {dtype})",
         limit_s=debug_limit_s(),
         mend=_MEND,

@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from trine.distributed._fsdp.errors import CommError, RanksDisagree, rank_list
 from trine.distributed._fsdp.torch_internals import store_of
+from trine.distributed.watch import current_watch
 
 __all__ = ["Meetings", "meetings"]
 
@@ -147,8 +148,8 @@ class Meetings:
         except dist.DistError as error:
             raise CommError(
                 f"{what}: rank {self._rank} cannot reach the store over which ranks meet; "
-                f"the rank that holds it (mostly rank 0) has ended or was killed. Look at the "
-                f"first rank that reported an error. torch said: {error}"
+                f"{_raised() or 'the rank that holds it (mostly rank 0) has ended or was killed'}. "
+                f"Look at the first rank that reported an error. torch said: {error}"
             ) from error
 
     def _confer(self, here: _Statement, detail: str, limit_s: float) -> str:
@@ -177,6 +178,12 @@ class Meetings:
         pause_s = 1e-4
         while not self._store.check([f"{here.key}/verdict"]):
             waited_s = time.monotonic() - begun
+            raised = _raised()
+            if raised is not None:
+                raise CommError(
+                    f"{here.what} (number {here.number} among {rank_list(here.ranks)}): rank "
+                    f"{self._rank} waited for others, but {raised}."
+                )
             if waited_s >= limit_s:
                 return self._settle(here.key, f"{_ABSENT} {limit_s:g}")
             # One of those that wait is enough: it asks the store for every rank.
@@ -305,6 +312,12 @@ class Meetings:
                 return False
             time.sleep(_LONGEST_PAUSE_S)
         return True
+
+
+def _raised() -> str | None:
+    """Which rank of the world has ended by an exception, in words, if one has."""
+    watch = current_watch()
+    return None if watch is None else watch.notice()
 
 
 def _key(ranks: tuple[int, ...], number: int) -> str:

@@ -305,10 +305,11 @@ class ParamGroup:
         )
         shard = flat if sends_as_is else out[self.comm.rank]
 
+        sent = out[0].nbytes * (self.comm.world_size - 1)
+        transfer = Transfer("all_gather", self._gather_dtype, sent, start_ns)
+
         def gather() -> Pending:
-            return self._transfers.start(
-                "all_gather", out, lambda: self.comm.all_gather(out, shard)
-            )
+            return self._transfers.start(transfer, out, lambda: self.comm.all_gather(out, shard))
 
         if host is not None:
             pending, self._fetched = host.fetch(flat, shard, gather)
@@ -316,20 +317,16 @@ class ParamGroup:
             if shard is not flat:
                 shard.copy_(flat)
             pending = gather()
-        sent = out[0].nbytes * (self.comm.world_size - 1)
-        self._gather = _Gather(
-            Transfer("all_gather", self._gather_dtype, sent, start_ns), pending, out, own, recalled
-        )
+        self._gather = _Gather(transfer, pending, out, own, recalled)
         self._holds = _Storage.FILLING
 
     def _gather_again(self, again: SubgroupGather, start_ns: int, recalled: bool) -> _Gather:
         whole = self._whole_flat
         self._whole.resize_(self._whole_nbytes)
+        transfer = Transfer("all_gather", self._gather_dtype, again.nbytes(whole), start_ns)
         pending = self._transfers.start(
-            "all_gather", whole, lambda: again.fill(whole), again.comm.group
+            transfer, whole, lambda: again.fill(whole), again.comm.ledger
         )
-        sent = again.nbytes(whole)
-        transfer = Transfer("all_gather", self._gather_dtype, sent, start_ns)
         return _Gather(transfer, pending, None, None, recalled)
 
     def _now(self) -> tuple[int, int]:

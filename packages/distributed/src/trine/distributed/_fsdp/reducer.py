@@ -41,6 +41,7 @@ from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.torch_internals import chunk_cat
 from trine.distributed._fsdp.transfers import Transfer, Transfers
+from trine.distributed.ledger import ledger_of
 from trine.distributed.process_groups import BorrowedGroup
 
 __all__ = ["GradReducer", "ReduceSettings"]
@@ -215,7 +216,7 @@ class GradReducer:
         del grads
         transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)
         pending = self._transfers.start(
-            transfer.name, rows, lambda: self._reduce_scatter(rows, plan)
+            transfer, rows, lambda: self._reduce_scatter(rows, plan), self.comm.ledger
         )
         self._reduction = _Reduction(transfer, pending, plan, used)
 
@@ -322,7 +323,8 @@ class GradReducer:
                 return hook.all_reduce(wire, marks, group)
             return Pending([dist.all_reduce(wire, group=group, async_op=True)])
 
-        reduction.all_reduce = self._transfers.start(transfer.name, wire, all_reduce, group)
+        ledger = ledger_of(group)
+        reduction.all_reduce = self._transfers.start(transfer, wire, all_reduce, ledger)
         reduction.all_reduce_transfer = transfer
 
     def _hand_out(self, reduction: _Reduction) -> bool:

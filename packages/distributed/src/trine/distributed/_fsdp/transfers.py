@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trine.core import tracing
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
-from trine.distributed._fsdp.errors import CommError
+from trine.distributed._fsdp.failures import confirm, failed, refused
+from trine.distributed.ledger import Entry, Ledger
 from trine.distributed.units import of_unit
 
-__all__ = ["Transfer", "Transfers", "guarded"]
+__all__ = ["Transfer", "Transfers"]
 
 T = TypeVar("T")
 
@@ -30,12 +30,16 @@ class Transfer:
         dtype: of the elements that travel.
         nbytes: bytes that this rank sends.
         start_ns: when it was started, 0 if nobody listened then.
+        ledger: of the group; None until it is started, and where there is no other rank.
+        number: which of the group's collectives it is.
     """
 
     name: str
     dtype: torch.dtype
     nbytes: int
     start_ns: int
+    ledger: Ledger | None = None
+    number: int = 0
 
 
 class Transfers:
@@ -51,44 +55,67 @@ class Transfers:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.unit = "(root)"
+        self._known: set[Entry] = set()
 
     def start(
         self,
-        what: str,
+        transfer: Transfer,
         buffer: Tensor,
         call: Callable[[], T],
-        group: dist.ProcessGroup | None = None,
+        ledger: Ledger | None = None,
     ) -> T:
         """Start a collective.
 
         Args:
-            what: its name, such as `all_gather`.
+            transfer: what it is; is given its number.
             buffer: what it moves, as large on every rank.
             call: starts it.
-            group: its ranks, if they are not those of `comm`.
+            ledger: of its group, if that is not the group of `comm`.
 
         Raises:
-            CommError: see `guard`.
+            CommError: naming the operation, the unit, and who is missing; also if an earlier
+                collective of the group has failed.
         """
+        transfer.ledger = ledger = ledger or self.comm.ledger
+        if ledger is not None:
+            if ledger.broken is not None:
+                raise refused(transfer.name, self.unit, ledger)
+            entry = ledger.note(transfer.name, self.unit, buffer)
+            transfer.number = ledger.number
+            if entry not in self._known:
+                self._check(entry, ledger)
         with of_unit(self.unit):
-            return self.guard(what, call)
+            return self.guard(transfer, call)
 
-    def guard(self, what: str, call: Callable[[], T]) -> T:
+    def _check(self, entry: Entry, ledger: Ledger) -> None:
+        """Compare sizes with the other ranks where this one's has changed."""
+        # What is moved first was compared at the first forward.
+        if any(known[:3] == entry[:3] for known in self._known):
+            confirm(ledger)
+        self._known.add(entry)
+
+    def guard(self, transfer: Transfer, call: Callable[[], T]) -> T:
         """Make a call that may fail because of another rank.
 
         Raises:
-            CommError: naming the operation, the unit and this rank.
+            CommError: see `start`.
         """
-        return guarded(f"{what} of {self.unit}", self.comm.rank, self.comm.world_size, call)
+        try:
+            return call()
+        except RuntimeError as error:
+            ledger = transfer.ledger
+            if ledger is None:  # there is no other rank
+                raise
+            raise failed(transfer.name, self.unit, ledger, transfer.number, error) from error
 
     def wait(self, transfer: Transfer, pending: Pending | PendingReduce) -> None:
         """Wait for a collective, and report it if somebody listened when it was started."""
         if not tracing.enabled or not transfer.start_ns:
-            self.guard(transfer.name, pending.wait)
+            self.guard(transfer, pending.wait)
             return
         blocked_ns = time.perf_counter_ns()
         with tracing.span(f"wait {transfer.name}", "comm", self.unit):
-            self.guard(transfer.name, pending.wait)
+            self.guard(transfer, pending.wait)
         now_ns = time.perf_counter_ns()
         inner = pending.pending if isinstance(pending, PendingReduce) else pending
         tracing.record_span(
@@ -104,25 +131,3 @@ class Transfers:
                 "dtype": str(transfer.dtype).removeprefix("torch."),
             },
         )
-
-
-def guarded(what: str, rank: int, size: int, call: Callable[[], T]) -> T:
-    """Make a call that may fail because of another rank.
-
-    Args:
-        what: the operation and whose it is, for the message.
-        rank: which of the ranks this one is.
-        size: how many there are.
-        call: starts or ends the operation.
-
-    Raises:
-        CommError: naming the operation and this rank, and where to look.
-    """
-    try:
-        return call()
-    except RuntimeError as error:
-        raise CommError(
-            f"{what} failed on rank {rank} of {size}: {error}\nUsually another rank raised or was "
-            "killed; look at the first rank that reported an error. If none did, run again with "
-            "TRINE_DEBUG=1: ranks then say what they were about to do."
-        ) from error
