@@ -10,6 +10,7 @@ gone with the rank that held it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -380,6 +381,7 @@ def _answer_key(group: str, number: int, rank: int) -> str:
     return f"trine/does/{group}/{number}/{rank}"
 
 
+_worlds = itertools.count()
 _watched: tuple[weakref.ref[dist.ProcessGroup], Watch | None] | None = None
 
 
@@ -416,7 +418,8 @@ def _watch(world: dist.ProcessGroup) -> Watch | None:
         return None
     try:
         inner: Any = world.get_group_store()
-        own = inner.clone()
+        # A later world may meet over the same store, and must not hear of this one's failures.
+        own = dist.PrefixStore(f"watch {next(_worlds)}", inner.clone())  # type: ignore[attr-defined]
         while hasattr(inner, "underlying_store"):
             inner = inner.underlying_store
         limit_s = getattr(own, "timeout", dist.default_pg_timeout).total_seconds()
