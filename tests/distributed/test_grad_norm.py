@@ -177,8 +177,8 @@ def test_a_rank_that_is_gone_is_reported_as_by_other_collectives(run_on_ranks: R
         run_on_ranks(clip_alone, 3)
 
     assert re.search(
-        r"CommError: all_reduce of the gradient norm failed on rank [02] of 3 \(#\d of group 0, "
-        r"ranks 0-2\): rank 1 did not answer[^\0]*Look at the first rank that reported an error",
+        r"CommError: all_reduce of the gradient norm failed on rank [02] of 3 \(#\d of group "
+        r"\S+, ranks 0-2\)[^\0]*Look at the first rank that reported an error",
         str(failure.value),
     )
 
