@@ -35,6 +35,7 @@ from trine.distributed._fsdp.torch_internals import (
     local_tensor,
     put_parameters,
 )
+from trine.distributed._fsdp.transfers import Transfer
 from trine.distributed.mesh import MeshAxes
 
 __all__ = ["whole_params"]
@@ -293,8 +294,9 @@ def _gather(local: Tensor, param: ShardedParam, group: ParamGroup, *, keep: bool
     own[: rows.numel()].copy_(rows.reshape(-1))
     transfers = transfers_for(comm)
     transfers.unit = param.fqn
-    pending = transfers.start("all_gather", out, lambda: comm.all_gather(out, own))
-    transfers.guard("all_gather", pending.wait)
+    transfer = Transfer("all_gather", out.dtype, own.nbytes * (comm.world_size - 1), 0)
+    pending = transfers.start(transfer, out, lambda: comm.all_gather(out, own))
+    transfers.wait(transfer, pending)
     whole = out.new_empty(param.shape) if keep else None
     if whole is not None:
         if param.dim:
