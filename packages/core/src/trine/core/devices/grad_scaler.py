@@ -28,6 +28,10 @@ class GradScaler(torch.amp.GradScaler):
             shard. None: all ranks for an optimizer with sharded parameters (DTensors),
             this rank alone for any other.
         half_gradients: whether gradients may be in fp16, because parameters are.
+        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row.
+        backoff_factor: what it is multiplied by after a step that was skipped.
+        growth_interval: see `growth_factor`.
+        enabled: if not, nothing is scaled and no step is skipped.
     """
 
     def __init__(
@@ -37,10 +41,24 @@ class GradScaler(torch.amp.GradScaler):
         init_scale: float = 2.0**16,
         process_group: dist.ProcessGroup | None = None,
         half_gradients: bool = False,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
     ) -> None:
-        super().__init__(device_type, init_scale=init_scale)
+        super().__init__(
+            device_type, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
         self._process_group = process_group
         self._half_gradients = half_gradients
+
+    def agrees(self, *, sharded: bool) -> bool:
+        """Whether ranks compare what they found.
+
+        Args:
+            sharded: whether the optimizer has DTensors.
+        """
+        return sharded or self._process_group is not None
 
     # torch's own method, which unscale_() and step() call to unscale and to look for
     # infinities at once; there is no public place between looking and deciding.
@@ -52,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(
             grads, inv_scale, found_inf, allow_fp16 or self._half_gradients
         )
-        if self._process_group is None and not sharded:
+        if not self.agrees(sharded=sharded):
             return found
         # A rank may have found nothing because it had no gradient at all. It joins with
         # what it was given, and has a verdict to step by afterwards.
