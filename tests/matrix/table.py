@@ -139,6 +139,7 @@ def render(sessions: Iterable[Session]) -> str:
     rows = [row for session in sessions for row in session.rows()]
     rows.append(("all", "", "", *whole.cells(), ""))
     widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    widths[-1] = len(HEAD[-1])  # remarks can be long, and nothing stands behind them
     numbers = range(2, 7)
 
     def line(cells: Sequence[str]) -> str:
