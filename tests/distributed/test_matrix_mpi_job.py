@@ -8,16 +8,18 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.matrix.plugin import note_launch
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRINE_TEST_BACKEND") != "mpi", reason="needs mpi4py and an MPI library"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRINE_TEST_BACKEND") != "mpi", reason="needs mpi4py and an MPI library"
+    ),
+    pytest.mark.timeout(300),  # three processes import torch, on a machine that may be busy
+]
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = "from tests.matrix.mpi_job import *\n"
@@ -51,8 +53,8 @@ def test_that_hangs_on_rank_0():
 """
 
 
-def run_in_a_job(folder: Path, code: str, *options: str) -> tuple[int, str, list[list[str]], float]:
-    """Run a file's tests on 3 ranks; returns status, print, tests with outcomes, and seconds."""
+def run_in_a_job(folder: Path, code: str, *options: str) -> tuple[int, str, list[list[str]]]:
+    """Run a file's tests on 3 ranks; returns the status, what is printed, and outcomes."""
     (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\ntimeout_method = thread\n", encoding="utf-8")
     (folder / "test_made.py").write_text(HEAD + code, encoding="utf-8")
@@ -61,7 +63,6 @@ def run_in_a_job(folder: Path, code: str, *options: str) -> tuple[int, str, list
     program = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert program is not None
     plugins = ["-p", "tests.matrix.plugin", "-p", "no:cacheprovider", f"--results={results}"]
-    started = time.monotonic()
     ended = subprocess.run(
         [program, "-n", "3", sys.executable, "-m", "pytest", *plugins, *options, "test_made.py"],
         cwd=folder,
@@ -73,19 +74,18 @@ def run_in_a_job(folder: Path, code: str, *options: str) -> tuple[int, str, list
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     note_launch("mpi", 3)
-    took_s = time.monotonic() - started
     lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
     tests = [line for line in lines if "test" in line]
     outcomes = [[line["test"].partition("::")[2], line["outcome"]] for line in tests]
-    return ended.returncode, ended.stdout + ended.stderr, outcomes, took_s
+    return ended.returncode, ended.stdout + ended.stderr, outcomes
 
 
 def test_all_ranks_run_the_tests_and_one_of_them_speaks(tmp_path: Path) -> None:
-    status, printed, outcomes, _ = run_in_a_job(tmp_path, "", "--with-mpi")
+    status, printed, outcomes = run_in_a_job(tmp_path, "", "--with-mpi")
 
     assert status == 0, printed
     assert len(re.findall("1 passed", printed)) == 1
@@ -93,33 +93,30 @@ def test_all_ranks_run_the_tests_and_one_of_them_speaks(tmp_path: Path) -> None:
 
 
 def test_the_report_of_the_rank_that_failed_is_read_and_the_job_ends(tmp_path: Path) -> None:
-    status, printed, outcomes, took_s = run_in_a_job(tmp_path, FAILS, "--with-mpi")
+    status, printed, outcomes = run_in_a_job(tmp_path, FAILS, "--with-mpi")
 
     assert status != 0
     assert "test_that_fails_on_the_last_rank failed first on rank 2 of 3" in printed
     assert "AssertionError: planted" in printed
-    # Ranks 0 and 1 wait in a collective, and nothing that they say comes before.
-    first = printed.index("failed first on rank 2")
-    assert "DistBackendError" not in printed[:first]
+    # Ranks 0 and 1 wait in a collective, and are ended before they say that nobody comes.
+    assert "DistBackendError" not in printed
     assert outcomes[-1] == ["test_that_fails_on_the_last_rank", "failed"]
-    # Seconds to start, and not the 30 of the group's timeout.
-    assert took_s < 60
 
 
 def test_a_test_that_hangs_ends_within_its_timeout(tmp_path: Path) -> None:
-    status, printed, outcomes, took_s = run_in_a_job(tmp_path, HANGS, "--with-mpi")
+    status, printed, outcomes = run_in_a_job(tmp_path, HANGS, "--with-mpi")
 
     assert status != 0
     assert "Timeout" in printed
+    assert "DistBackendError" not in printed  # the test's 5 s, not the group's 30
     assert outcomes[-1] == [
         "test_that_hangs_on_rank_0",
         "started",
     ]  # which the table counts as failed
-    assert took_s < 60
 
 
 def test_without_the_option_tests_skip_and_the_run_fails(tmp_path: Path) -> None:
-    status, printed, _, _ = run_in_a_job(tmp_path, "")
+    status, printed, _ = run_in_a_job(tmp_path, "")
 
     assert status != 0
     assert "no test had ranks on mpi" in printed
