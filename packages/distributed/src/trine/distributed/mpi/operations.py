@@ -167,9 +167,10 @@ def reduce_scatter(comm: MPI.Comm, out: Tensor, rows: Tensor, op: Op) -> Steps:
         reduce_rows(landing.rows, op, whole.view(-1), landing.rows[0])
         landing.give_back()
     else:
-        if _overlap(rows, whole):
-            rows = rows.clone()
-        yield from _reduce_parts(comm, rows.view(comm.size, -1), op, whole.view(-1))
+        parts = rows.view(comm.size, -1)
+        if whole.data_ptr() != parts[comm.rank].data_ptr() and _overlap(rows, whole):
+            parts = parts.clone()
+        yield from _reduce_parts(comm, parts, op, whole.view(-1))
     if copied:
         out.copy_(whole)
 
