@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -328,3 +329,270 @@ def test_a_checkpoint_of_a_wrapped_model_is_saved_sharded_and_loads_on_other_ran
     saved, *_ = run_on_ranks(save_with_ours, 4, tmp_path / "checkpoint")
 
     run_on_ranks(load_with_ours, 2, tmp_path / "checkpoint", saved)
+
+
+# --- the module's own state_dict and load_state_dict ---------------------------------------
+
+
+class Stateful(nn.Module):
+    """Beside parameters: buffers, one of which is not saved, state of another kind, a version."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.body = nn.Sequential(nn.Linear(5, 3))
+        self.tied = nn.Linear(3, 5, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.seed = seed
+
+    def get_extra_state(self) -> StateDict:
+        return {"seed": self.seed}
+
+    def set_extra_state(self, state: StateDict) -> None:
+        self.seed = state["seed"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.tied(self.body(self.norm(self.first(x))))
+        return made
+
+
+TYPES = (
+    fsdp.StateDictType.FULL_STATE_DICT,
+    fsdp.StateDictType.SHARDED_STATE_DICT,
+    fsdp.StateDictType.LOCAL_STATE_DICT,
+)
+
+
+def nested(seed: int = 0) -> Wrapper:
+    """A wrapper, below it a plain container, below that another wrapper."""
+    model = Stateful(seed)
+    model.body[0] = Wrapper(model.body[0])
+    model.set_submodule("norm", Wrapper(model.norm))
+    return Wrapper(model)
+
+
+def whole_state(model: nn.Module) -> StateDict:
+    with Wrapper.state_dict_type(model, fsdp.StateDictType.FULL_STATE_DICT):
+        found: StateDict = copied(model.state_dict())
+    return found
+
+
+def every_type() -> None:
+    expected = Stateful(0).state_dict()
+    for kind in TYPES:
+        for assign in (False, True):
+            model, other = nested(0), nested(1)
+            with Wrapper.state_dict_type(model, kind):
+                given = model.state_dict()
+                kept = model.state_dict(keep_vars=True)
+                prefixed = model.state_dict(prefix="model.")
+
+            with Wrapper.state_dict_type(other, kind):
+                result = other.load_state_dict(given, assign=assign)
+
+            assert not result.missing_keys
+            assert not result.unexpected_keys
+            assert_same(whole_state(other), expected, f"{kind.name}, assign={assign}")
+            assert other.seed == 0
+            assert list(given) == list(expected)
+            assert list(prefixed) == [f"model.{name}" for name in expected]
+            assert given["first.weight"] is given["tied.weight"]  # gathered once, saved once
+            rows = given["first.weight"]
+            sharded = kind is fsdp.StateDictType.SHARDED_STATE_DICT
+            assert isinstance(rows, DTensor) == sharded
+            assert (
+                kept["first.weight"] is dict(model.named_parameters())["first.weight"]
+            ) == sharded
+            assert other(torch.ones(4, 3)).isfinite().all()
+            assert other.first.weight is other.tied.weight  # whatever was loaded
+    states: tuple[Any, Any] = nested(0).state_dict(), Stateful(0).state_dict()
+    wrapper_versions, versions = (each._metadata for each in states)
+    assert {name: wrapper_versions[name] for name in versions} == versions
+
+
+def only_the_first_rank() -> None:
+    model = nested(0)
+    config = fsdp.FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+    kind = fsdp.StateDictType.FULL_STATE_DICT
+
+    with Wrapper.state_dict_type(model, kind, config):
+        given = model.state_dict()
+
+    assert given.keys() == (Stateful().state_dict().keys() if dist.get_rank() == 0 else set())
+    live = {each.to_local().data_ptr() for each in model.parameters() if isinstance(each, DTensor)}
+    names = [name for name, _ in Stateful().named_parameters()] if given else []
+    assert not live & {given[name].data_ptr() for name in names}
+
+
+def test_state_dicts_of_every_type_load_again(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(every_type, 3)
+
+
+def test_rank0_only_gives_a_copy_to_one_rank_and_nothing_to_others(
+    run_on_ranks: RunOnRanks,
+) -> None:
+    for ranks in (1, 2):  # one rank holds all of it, and must not give its very memory
+        run_on_ranks(only_the_first_rank, ranks)
+
+
+def what_does_not_fit() -> None:
+    plain_root = nn.Sequential(nested(0), nn.Linear(5, 2))
+    for model, prefix in ((nested(0), ""), (plain_root, "0.")):
+        wrong = whole_state(model)
+        del wrong[f"{prefix}norm.weight"]
+        wrong[f"{prefix}body.0.other"] = torch.ones(1)
+        result = model.load_state_dict(wrong, strict=False)
+        wrong[f"{prefix}body.0.weight"] = torch.zeros(4, 5)
+
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(wrong)
+
+        assert result.missing_keys == [f"{prefix}norm.weight"]
+        assert result.unexpected_keys == [f"{prefix}body.0.other"]
+        message = str(caught.value)
+        assert f'Missing key(s) in state_dict: "{prefix}norm.weight"' in message
+        assert f'Unexpected key(s) in state_dict: "{prefix}body.0.other"' in message
+        assert f"size mismatch for {prefix}body.0.weight: copying" in message
+        assert "_fsdp_wrapped_module" not in message
+    model = nested(0)
+    with (
+        Wrapper.state_dict_type(model, fsdp.StateDictType.LOCAL_STATE_DICT),
+        pytest.raises(
+            ValueError, match=r"^first\.weight in a LOCAL_STATE_DICT has the shape \(5, 3"
+        ),
+    ):
+        model.load_state_dict(Stateful().state_dict())
+
+
+def test_what_does_not_fit_is_told_with_plain_names(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(what_does_not_fit, 2)
+
+
+def types_in_a_tree() -> None:
+    full, sharded, local = TYPES
+    model = nn.Sequential(nested(0), Wrapper(nn.Linear(5, 2)))
+    Wrapper.set_state_dict_type(model[1], sharded)
+
+    given = model.state_dict()
+    assert isinstance(given["1.weight"], DTensor)
+    assert not isinstance(given["0.first.weight"], DTensor)
+    with pytest.raises(ValueError, match=r"differently \(FULL_STATE_DICT, SHARDED_STATE_DICT"):
+        Wrapper.get_state_dict_type(model)
+    with Wrapper.state_dict_type(model, local):
+        assert Wrapper.get_state_dict_type(model).state_dict_type is local
+    assert Wrapper.get_state_dict_type(model[1]).state_dict_type is sharded  # each as it was
+    assert Wrapper.set_state_dict_type(model, local).state_dict_type is full
+    assert Wrapper.get_state_dict_type(model).state_dict_type is local
+    with pytest.raises(ValueError, match="holds no FullyShardedDataParallel"):
+        Wrapper.set_state_dict_type(nn.Linear(2, 2), full)
+
+
+def test_types_are_set_for_whole_trees_whatever_was_set_in_them(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(types_in_a_tree, 2)
+
+
+def hooks_of_the_user() -> None:
+    model = nested(0)
+    seen: list[tuple[str, Any]] = []
+    inner = model.module
+    assert isinstance(inner, Stateful)
+    # torch's own registrations have no types
+    on: Any = model
+    inside: Any = inner
+    inside.register_state_dict_post_hook(
+        lambda module, values, prefix, about: values.__setitem__(f"{prefix}added", torch.ones(2))
+    )
+    on.register_state_dict_post_hook(
+        lambda module, values, prefix, about: seen.append(("saved", values["first.weight"].shape))
+    )
+
+    def forgive(module: nn.Module, keys: Any) -> None:
+        seen.append(("missing", [*keys.missing_keys]))
+        keys.missing_keys.clear()
+
+    on.register_load_state_dict_post_hook(forgive)
+    inside.register_load_state_dict_pre_hook(
+        lambda module, values, prefix, *others: values.pop(f"{prefix}added")
+    )
+
+    given = model.state_dict()
+    del given["first.bias"]
+    result = model.load_state_dict(given)
+
+    assert seen == [("saved", torch.Size([5, 3])), ("missing", ["first.bias"])]
+    assert "added" in given
+    assert not result.missing_keys  # the hook took it away, and strict loading does not mind
+
+
+def test_hooks_of_the_user_see_final_values_and_plain_names(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(hooks_of_the_user, 2)
+
+
+def other_wrappers() -> None:
+    expected = Stateful(1).state_dict()
+    around = Stateful(0)
+    around.body[0] = checkpoint_wrapper(Wrapper(around.body[0]))
+    for model in (Wrapper(checkpoint_wrapper(Stateful(0))), Wrapper(around)):
+        for kind in TYPES:
+            model.load_state_dict(expected)
+            with Wrapper.state_dict_type(model, kind):
+                given = model.state_dict()
+                model.load_state_dict(given)
+            assert list(given) == list(expected)
+            assert_same(whole_state(model), expected, kind.name)
+
+    partly = Stateful(0)
+    partly.body[0] = Wrapper(partly.body[0])
+    # Its parameters differ among ranks, which DDP must not make equal.
+    names = [name for name, _ in partly.named_parameters() if name.startswith("body")]
+    ddp: Any = DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(partly, names)
+    outside = ddp(partly)
+    outside.load_state_dict({f"module.{name}": value for name, value in expected.items()})
+    outside(torch.ones(4, 3)).sum().backward()
+    assert_same(whole_state(outside), {f"module.{n}": v for n, v in whole_state(partly).items()})
+
+
+def test_wrappers_of_torchs_around_and_inside(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(other_wrappers, 2)
+
+
+def at_any_moment() -> None:
+    model, reference = models = nested(0), nested(0)
+    batch = torch.ones(4, 3) * (1 + dist.get_rank())
+    found: list[StateDict] = []
+
+    for each in models:
+        watched = each is model
+
+        def look(*_: Any, watched: bool = watched) -> None:
+            if watched:
+                found.append(model.state_dict())
+
+        with each.no_sync():
+            each(batch).sum().backward()
+            look()  # gradients wait on this rank for a reduction
+        output = each(batch)
+        look()
+        output.register_hook(look)
+        output.sum().backward()
+        look()
+
+    expected = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        grads = param.grad, expected[name].grad
+        assert isinstance(grads[0], DTensor), name
+        assert isinstance(grads[1], DTensor), name
+        assert_same(grads[0].to_local(), grads[1].to_local(), name)
+    assert len(found) == 4
+    whole = Stateful(0).state_dict()
+    for values in found:
+        for name, _ in model.named_parameters():
+            assert_same(values[name], whole[name], name)
+
+
+def test_a_state_dict_may_be_taken_between_and_inside_backwards(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(at_any_moment, 2)

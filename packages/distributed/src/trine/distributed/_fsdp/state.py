@@ -12,12 +12,14 @@ from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import Schedule, UnitSettings
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["WRAPPED", "FSDPState", "plain_name", "set_state", "state_of"]
+__all__ = ["WRAPPED", "FSDPState", "plain_name", "saved_name", "set_state", "state_of"]
 
 WRAPPED = "_fsdp_wrapped_module"
 """Under which name a `FullyShardedDataParallel` has the module that it wraps."""
 
 _INFIX = f"{WRAPPED}."
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+
 _ATTRIBUTE = "_trine_fsdp_state"
 
 
@@ -59,3 +61,8 @@ def set_state(module: nn.Module, state: FSDPState) -> None:
 def plain_name(name: str) -> str:
     """The name that a module or parameter has without the wrappers around it."""
     return name.replace(_INFIX, "").removesuffix(WRAPPED).removesuffix(".")
+
+
+def saved_name(name: str) -> str:
+    """The name in state dicts, in which torch's checkpoint wrapper leaves no trace either."""
+    return plain_name(name).replace(_CHECKPOINTED, "")

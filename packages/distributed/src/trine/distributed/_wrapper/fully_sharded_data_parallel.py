@@ -639,6 +639,9 @@ class FullyShardedDataParallel(nn.Module):
         finally:
             for wrapper in before or ():
                 wrapper._settings = None
+        # Versions of modules, where a model without wrappers looks for them too.
+        versions = getattr(found, "_metadata", {})
+        versions |= {plain_name(name): about for name, about in versions.items()}
         if into is None:
             return found
         into.update(found)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trine.distributed._fsdp.state import plain_name, state_of
+from trine.distributed._fsdp.state import saved_name, state_of
 from trine.distributed._fsdp.successors import rebind, successor_of
 from trine.distributed._wrapper.options import same_member
 from trine.distributed._wrapper.state_dict_types import OptimStateKeyType
@@ -28,8 +28,6 @@ __all__ = [
 
 StateDict = dict[str, Any]
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None
-
-_CHECKPOINTED = "_checkpoint_wrapped_module."
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 sharded |= {(id(slot.module), slot.name): param.sharded for slot in param.slots}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, shown in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = plain_name(f"{prefix}.{name}" if prefix else name).replace(_CHECKPOINTED, "")
+            full = saved_name(f"{prefix}.{name}" if prefix else name)
             yield full, sharded.get((id(module), name), shown)
 
 
@@ -156,9 +154,7 @@ def by_name(given: Mapping[str, Any], filed: Filed) -> StateDict:
             names.update(zip(group["params"], own, strict=True))
     else:
         for group in groups:
-            cleaned = {
-                key: plain_name(str(key)).replace(_CHECKPOINTED, "") for key in group["params"]
-            }
+            cleaned = {key: saved_name(str(key)) for key in group["params"]}
             names |= {key: filed.first.get(name, name) for key, name in cleaned.items()}
     _require_same(set(names.values()), {name for own in filed.groups for name in own})
     state = {names.get(key, key): values for key, values in given["state"].items()}

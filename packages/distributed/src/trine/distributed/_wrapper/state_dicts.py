@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trine.distributed._fsdp.param import ShardedParam
-from trine.distributed._fsdp.state import WRAPPED, FSDPState
+from trine.distributed._fsdp.state import WRAPPED, FSDPState, saved_name
 from trine.distributed._wrapper.state_dict_types import (
     FullStateDictConfig,
     StateDictSettings,
@@ -52,13 +52,16 @@ def collected(
     config = settings.state_dict_config
     everywhere = not (isinstance(config, FullStateDictConfig) and config.rank0_only)
     wanted = everywhere or dist.get_rank() == 0
+    params = _params_below(state)
     done: dict[int, Any] = {}  # a shared parameter is one value under several names
     for key, value in found:
         name = key.replace(prefix + _INFIX, prefix, 1) if key.startswith(prefix + _INFIX) else key
-        if id(value) not in done:
-            done[id(value)] = _converted(value, settings, wanted)
+        # By parameter, not by memory: a rank that holds no rows could not tell.
+        which = id(params.get(name[len(prefix) :], value))
+        if which not in done:
+            done[which] = _converted(value, settings, wanted)
         if wanted:
-            values[name] = done[id(value)]
+            values[name] = done[which]
 
 
 def _refuse_alone(state: FSDPState) -> None:
@@ -117,7 +120,7 @@ def given_back(
 
 
 def _params_below(state: FSDPState) -> dict[str, ShardedParam]:
-    """The parameters of a wrapper's unit by their names below it, with those that share one."""
+    """The parameters of a wrapper's unit by their plain names below it, by all of them."""
     wrapper = state.modules[0]
     wrapped = wrapper.get_submodule(WRAPPED)
     names = {id(module): name for name, module in wrapped.named_modules()}
@@ -126,7 +129,7 @@ def _params_below(state: FSDPState) -> dict[str, ShardedParam]:
         for param in group.params:
             for slot in param.slots:
                 name = names[id(slot.module)]
-                found[f"{name}.{slot.name}" if name else slot.name] = param
+                found[saved_name(f"{name}.{slot.name}" if name else slot.name)] = param
     return found
 
 
@@ -155,5 +158,7 @@ def without_infix(text: str) -> str:
 
 def own_names(wrapper: nn.Module) -> set[str]:
     """What a wrapper itself holds beside the wrapped module."""
-    names = {*wrapper._parameters, *wrapper._buffers, *wrapper._modules, "_extra_state"}
+    names = {*wrapper._parameters, *wrapper._buffers, *wrapper._modules}
+    if type(wrapper).get_extra_state is not nn.Module.get_extra_state:  # of a class made from it
+        names.add("_extra_state")
     return names - {WRAPPED}
