@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trine.core import TrineError
-from trine.distributed import destroy_process_group, init_mesh, init_process_group
+from trine.distributed import destroy_process_group, init_mesh
 from trine.distributed.fsdp import fully_shard
 
 RunOnRanks = Callable[..., list[Any]]
@@ -92,7 +92,6 @@ def test_a_rank_that_fails_does_not_wait_for_ranks_that_go_on(keeps: str) -> Non
 
 
 def destroy_below_a_model() -> tuple[bool, str]:
-    init_process_group("gloo")
     group = weakref.ref(dist.distributed_c10d._get_default_group())
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=init_mesh())
