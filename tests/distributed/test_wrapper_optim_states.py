@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -403,6 +404,34 @@ def test_state_under_numbers_other_names_and_of_other_kinds_loads(
     run_on_ranks: RunOnRanks,
 ) -> None:
     run_on_ranks(other_ways_in, 2)
+
+
+def filed_under_names() -> None:
+    # Here, since it warns of what torch itself uses in it.
+    named: Any = importlib.import_module("torch.distributed.optim")._NamedOptimizer
+
+    def made(seed: int) -> tuple[Wrapper, Any]:
+        model = wrapped(Odd(seed))
+        optimizer = named(model.named_parameters(), torch.optim.AdamW, lr=1e-2)
+        optimizer.zero_grad = model.zero_grad
+        return model, optimizer
+
+    (model, optimizer), (other, loaded) = made(0), made(1)
+    train(model, optimizer)
+    loaded.init_state()
+
+    full = Wrapper.full_optim_state_dict(model, optimizer, rank0_only=False)
+    Wrapper.optim_state_dict_to_load(
+        other, loaded, full, is_named_optimizer=True, load_directly=True
+    )
+
+    assert list(full["state"]) == list(optimizer.state_dict()["state"])
+    other.load_state_dict(model.state_dict())
+    assert train(other, loaded) == train(model, optimizer)
+
+
+def test_an_optimizer_that_files_its_state_under_names(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(filed_under_names, 2)
 
 
 def made_before_wrapping() -> None:

@@ -75,7 +75,7 @@ def optimizer_of(model: nn.Module, of: str = "adamw") -> torch.optim.Optimizer:
 def make(kind: str, seed: int, optimizer: str = "adamw") -> Kind:
     """A model with an optimizer, sharded or not in one of the ways that exchange state."""
     model: nn.Module = Odd(seed)
-    if kind == "wrapper":
+    if kind in ("wrapper", "wrapper_by_torch"):
         model = wrapped(model)
     elif kind in ("fully_shard", "fsdp2"):
         shard: Any = fsdp.fully_shard if kind == "fully_shard" else torch_fsdp.fully_shard
@@ -210,6 +210,9 @@ def exchange_with_torchs() -> None:
 def exchange_with_all() -> None:
     for source in OURS:
         exchange(source, OURS + TORCHS)
+    # By torch's functions instead of the wrapper's.
+    exchange("wrapper_by_torch", ("wrapper", "process"))
+    exchange("process", ("wrapper_by_torch",))
 
 
 def test_whole_state_of_torchs_wrappers_and_one_process_loads_into_ours(
@@ -285,7 +288,7 @@ def test_sharded_checkpoints_of_torchs_wrapper_load_without_conversion(
     run_on_ranks: RunOnRanks, tmp_path: Path
 ) -> None:
     # As ShardedTensors, and, where it was given a mesh, as DTensors.
-    kinds = {"fsdp1": "sgd", "fsdp1_flat": "adamw", "fsdp1_mesh": "sgd"}
+    kinds = dict.fromkeys(("fsdp1", "fsdp1_flat", "fsdp1_mesh"), "adamw")
 
     saved, *_ = run_on_ranks(save_with_torch, 4, tmp_path, kinds)
 
