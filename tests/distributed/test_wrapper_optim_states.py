@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trine.distributed import init_mesh
 from trine.distributed.fsdp import (
+    CPUOffload,
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
+    ShardingStrategy,
     StateDictType,
 )
 
@@ -246,6 +250,41 @@ def test_whole_state_shares_no_memory_and_ranks_that_need_none_hold_none(
 ) -> None:
     run_on_ranks(nothing_shared_and_little_held, 2)
     run_on_ranks(nothing_shared_and_little_held, 1)
+
+
+def every_strategy() -> None:
+    ways: dict[str, dict[str, Any]] = {
+        "full": {},
+        "grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        "copies": {"device_mesh": init_mesh({"replicate": 2, "shard": 2})},
+        "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+    }
+    expected: StateDict | None = None
+    for (source, saved_with), (target, loaded_with) in itertools.product(ways.items(), repeat=2):
+        where = f"{source} -> {target}"
+        model, other = Wrapper(Odd(), **saved_with), Wrapper(Odd(1), **loaded_with)
+        optimizer, loaded = adamw(model), adamw(other)
+        train(model, optimizer)
+
+        full = Wrapper.full_optim_state_dict(model, optimizer, rank0_only=False)
+        loaded.load_state_dict(Wrapper.shard_full_optim_state_dict(full, other, optim=loaded))
+        with Wrapper.state_dict_type(other, LOCAL):
+            rows = copy.deepcopy(Wrapper.optim_state_dict(other, loaded))
+            Wrapper.optim_state_dict_to_load(other, loaded, rows, load_directly=True)
+
+        expected = expected or full
+        # Gradients are added up in other orders.
+        assert_same(full, expected, where, rtol=1e-5, atol=1e-7)
+        assert not memory_of(full) & memory_of(optimizer.state_dict()), where
+        again = Wrapper.full_optim_state_dict(other, loaded, rank0_only=False)
+        assert_same(again, full, where)
+        other.load_state_dict(model.state_dict())
+        assert train(other, loaded) == pytest.approx(train(model, optimizer), rel=1e-5, abs=0)
+
+
+def test_state_moves_between_all_strategies(run_on_ranks: RunOnRanks) -> None:
+    run_on_ranks(every_strategy, 4, timeout_s=110)
 
 
 def only_the_first_has_it() -> None:
