@@ -676,7 +676,7 @@ class FullyShardedDataParallel(nn.Module):
             group: whose first rank `rank0_only` means; None for all ranks.
 
         Returns:
-            `{"state": {name: ...}, "param_groups": [{..., "params": [name, ...]}]}`; empty where
+            `"state"` by names, and `"param_groups"`, whose `"params"` are names; empty where
             `rank0_only` wants none.
 
         Every rank must call it together if the values are to be whole.

@@ -34,6 +34,9 @@ from trine.distributed._wrapper.state_dict_types import (
     StateDictSettings,
     StateDictType,
 )
+from trine.distributed.fsdp import api as api
+from trine.distributed.fsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
+from trine.distributed.fsdp import wrap as wrap
 from trine.distributed.mesh import DataParallelMeshDims
 
 __all__ = [
