@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -248,7 +250,11 @@ def save_with_torch(path: Path, kinds: dict[str, str]) -> dict[str, Any]:
                 moments = [state["exp_avg"] for state in optimizer["state"].values()]
                 assert all(isinstance(moment, DTensor) for moment in moments), kind
             save({"model": model, "optimizer": optimizer}, checkpoint_id=path / kind)
-            found[kind] = copied(full_state(kind, made)), train(made, 2)
+            # One process trains alike, exactly: a mean of equal gradients is that gradient. And
+            # torch's FSDP1 cannot be asked, see `exchange`.
+            alone = make("process", 0, kept)
+            train(alone, 2)
+            found[kind] = copied(full_state("process", alone)), train(alone, 2)
     return found
 
 
@@ -293,6 +299,41 @@ def test_sharded_checkpoints_of_torchs_wrapper_load_without_conversion(
     saved, *_ = run_on_ranks(save_with_torch, 4, tmp_path, kinds)
 
     run_on_ranks(load_with_torch, 2, tmp_path, saved, kinds)
+
+
+def load_by_the_recipe_for_torchs_wrapper(path: Path, saved: dict[str, Any]) -> None:
+    for source, (expected, _) in saved.items():
+        model, optimizer = make("wrapper", 1)
+        with quiet(), Wrapper.state_dict_type(model, fsdp.StateDictType.SHARDED_STATE_DICT):
+            values = {"model": model.state_dict()}
+            load(values, checkpoint_id=path / source)
+            # It reads into ShardedTensors, cut evenly over all ranks.
+            read = load_sharded_optimizer_state_dict(
+                values["model"], "optimizer", FileSystemReader(path / source)
+            )
+            state = read["optimizer"]
+            assert not isinstance(state["state"]["body.weight"]["exp_avg"], DTensor)
+
+            model.load_state_dict(values["model"])
+            optimizer.load_state_dict(Wrapper.optim_state_dict_to_load(model, optimizer, state))
+
+        found = full_state("wrapper", (model, optimizer))
+        assert_same(found[0], expected[0], source)
+        assert_same(found[1]["state"], expected[1]["state"], source)
+        copies = Wrapper(Odd(), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD)
+        with pytest.raises(ValueError, match=r"exp_avg.* of \S+ is a ShardedTensor that is cut"):
+            Wrapper.flatten_sharded_optim_state_dict(state, copies, optimizer_of(copies))
+
+
+def test_checkpoints_load_by_the_recipe_for_torchs_wrapper(
+    run_on_ranks: RunOnRanks, tmp_path: Path
+) -> None:
+    kinds = dict.fromkeys(("fsdp1", "wrapper"), "adamw")
+
+    saved, *_ = run_on_ranks(save_with_torch, 2, tmp_path, kinds)
+
+    # Three ranks: some hold no rows of some parameters.
+    run_on_ranks(load_by_the_recipe_for_torchs_wrapper, 3, tmp_path, saved)
 
 
 def save_with_ours(path: Path) -> dict[str, Any]:

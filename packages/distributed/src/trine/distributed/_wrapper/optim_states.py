@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from trine.core import Device, get_device
@@ -259,6 +259,8 @@ class _Placing:
             return copy.deepcopy(value)
         like = self._like(value, live if isinstance(live, Tensor) else None, path)
         tensor = self.fetch(value)
+        if hasattr(tensor, "local_shards"):
+            return self._from_shards(tensor, like, path)
         if like is None:
             whole = self._whole(tensor, None) if isinstance(tensor, DTensor) else tensor
             return whole.detach().clone()
@@ -269,6 +271,25 @@ class _Placing:
         elif self.rows and tensor.shape == like.to_local().shape:
             return _from_rows(tensor.detach().clone(), like)
         return cut(tensor, like, copy=True)
+
+    def _from_shards(self, value: Any, like: DTensor | None, path: tuple[Any, ...]) -> DTensor:
+        """What `load_sharded_optimizer_state_dict` of torch reads, which makes ShardedTensors."""
+        if like is not None and tuple(like.placements) == (Shard(0),):
+            rows = like.to_local()
+            step = -(-like.shape[0] // like.device_mesh.size())
+            first = step * like.device_mesh.get_local_rank()
+            held = [(each.metadata.shard_offsets[0], each.tensor) for each in value.local_shards()]
+            if not held and not rows.numel():
+                held = [(first, rows)]
+            if [(at, own.shape) for at, own in held] == [(first, rows.shape)]:
+                return _from_rows(held[0][1].detach().clone(), like)
+        raise ValueError(
+            f"Optimizer state {'.'.join(map(str, path))} of {self.name} is a ShardedTensor that is "
+            f"cut otherwise than the parameter on rank {dist.get_rank()}. Read the checkpoint with "
+            "torch.distributed.checkpoint.load into what sharded_optim_state_dict gives, or with "
+            "get_optimizer_state_dict and set_optimizer_state_dict of "
+            "torch.distributed.checkpoint.state_dict."
+        )
 
     def _like(
         self, value: Tensor | _Announced, live: Tensor | None, path: tuple[Any, ...]
