@@ -67,3 +67,14 @@ def test_the_architecture_names_every_module_of_the_engine(page: str) -> None:
     named = set(re.findall(r"`(\w+)`" if page.endswith(".md") else r">(\w+)<", text))
 
     assert modules - named == set()
+
+
+def test_the_architecture_names_every_module_of_the_wrapper() -> None:
+    wrapper = ROOT / "packages/distributed/src/trine/distributed/_wrapper"
+    modules = {path.stem for path in wrapper.glob("*.py")} - {"__init__"}
+    text = (ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
+    section = text.partition("\n## The wrapper")[2].partition("\n## ")[0]
+
+    named = set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
+
+    assert named == modules
