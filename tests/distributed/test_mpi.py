@@ -33,6 +33,7 @@ import os, re, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from trine.distributed import init_process_group
+exec(os.environ.get("BEFORE", ""))
 init_process_group(os.environ.get("BACKEND"), timeout=timedelta(seconds={timeout}))
 print(set(re.findall(r"/dev/shm/[^ ]*", open("/proc/self/maps").read())), flush=True)
 dist.barrier()
@@ -265,3 +266,33 @@ def test_destroying_a_group_waits_for_the_work_that_is_queued(
 
 def test_groups_can_be_made_and_given_back(run_on_ranks: Callable[..., list[Any]]) -> None:
     assert run_on_ranks(several_groups, 2) == [2.0**20, 2.0**20]
+
+
+def test_workers_that_fail_and_exceptions_that_were_caught_leave_the_job_alone() -> None:
+    status, printed, _ = mpiexec(
+        2,
+        "import multiprocessing\n"
+        "for end in (lambda: 1 / 0, sys.exit, sys.excepthook.__self__.leave):\n"
+        "    worker = multiprocessing.get_context('fork').Process(target=end)\n"
+        "    worker.start(); worker.join()\n"
+        "try: 1 / 0\n"
+        "except ZeroDivisionError: sys.excepthook(*sys.exc_info())\n"
+        "dist.barrier()\n"
+        "print(f'rank {dist.get_rank()} went on')",
+    )
+
+    assert status == 0, printed
+    assert set(re.findall(r"rank (\d) went on", printed)) == {"0", "1"}
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "time.sleep(1000)"])
+def test_a_rank_that_never_comes_is_not_waited_for_for_ever(end: str) -> None:
+    variables = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+    never = f"if '1' in map(os.environ.get, {variables}): {end}"
+
+    with started(2, "", BEFORE=never) as process:
+        printed, _ = process.communicate(timeout=100)
+
+    assert process.returncode != 0, printed
+    if "sleep" in end:  # else mpiexec may notice first
+        assert "in _meet_all_ranks_over_mpi" in printed

@@ -8,12 +8,16 @@ with it, and leaves the world before the interpreter ends. It must not start pro
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import os
+import sys
 import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
@@ -244,6 +248,12 @@ def _why_not(backend: str) -> str | None:
 
 
 def _join_over_mpi4py(launch: Launch | None, timeout: timedelta | None) -> None:
+    timeout = timeout or dist.default_pg_timeout
+    with _ending_if_ranks_do_not_come(timeout):
+        _meet_all_ranks_over_mpi(launch, timeout)
+
+
+def _meet_all_ranks_over_mpi(launch: Launch | None, timeout: timedelta) -> None:
     try:
         from trine.distributed import mpi
     except (ImportError, RuntimeError) as error:
@@ -257,7 +267,24 @@ def _join_over_mpi4py(launch: Launch | None, timeout: timedelta | None) -> None:
             f"of {mpi.world_size()}. Start the program with the mpiexec of the MPI library that "
             f"mpi4py loads: mpiexec -n {launch.world_size} python train.py; or ask for gloo."
         )
-    mpi.join(timeout or dist.default_pg_timeout)
+    mpi.join(timeout)
+
+
+@contextmanager
+def _ending_if_ranks_do_not_come(timeout: timedelta) -> Iterator[None]:
+    """End this process, and show where it stands, if the block takes longer than `timeout`.
+
+    MPI starts when all ranks have come, and waits for ever, in C, for one that has ended before.
+    """
+    armed = False
+    with suppress(AttributeError, ValueError, OSError):  # stderr may be no file
+        faulthandler.dump_traceback_later(timeout.total_seconds(), exit=True, file=sys.stderr)
+        armed = True
+    try:
+        yield
+    finally:
+        if armed:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _device_of_this_rank(

@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trine.distributed.ledger import Ledger, ledgers
+from trine.distributed.uncaught import uncaught
 
 __all__ = ["RollCall", "Statement", "Watch", "current_watch", "stop_watch", "watch_world"]
 
@@ -156,6 +157,7 @@ class Watch:
         self._store_is_gone = False
         self._raised_at = 0.0
         self._seen = 0
+        self._process = os.getpid()  # a fork is no rank
         self._hook = sys.excepthook
         sys.excepthook = self._uncaught
         self._thread = threading.Thread(target=self._run, name="watches the ranks", daemon=True)
@@ -226,7 +228,7 @@ class Watch:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._hook(kind, error, traceback)
-        if not self._stopping.is_set():
+        if not self._stopping.is_set() and os.getpid() == self._process and uncaught(error):
             self.tell(error)
 
     def tell(self, error: BaseException) -> None:

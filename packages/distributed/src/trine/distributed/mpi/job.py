@@ -26,6 +26,7 @@ from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-de
 from trine.core import TrineError
 from trine.distributed.mpi.neighbour import Neighbour
 from trine.distributed.mpi.progress import Progress
+from trine.distributed.uncaught import uncaught
 
 __all__ = ["Job", "job"]
 
@@ -52,6 +53,7 @@ class Job:
         self.progress = Progress()
         self._world = MPI.COMM_WORLD.Dup()
         self._left = False
+        self._process = os.getpid()
         self._disown_shared_memory()
         self._hook = sys.excepthook
         self._neighbour = Neighbour(self._world, self._is_gone)
@@ -93,7 +95,7 @@ class Job:
 
     def leave(self) -> None:
         """Say goodbye: returns when every rank has, or ends the job if one does not come."""
-        if self._left:
+        if self._left or os.getpid() != self._process:  # a fork is no rank
             return
         self._left = True
         unfinished = self.progress.drain(self.timeout.total_seconds())
@@ -138,6 +140,8 @@ class Job:
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._hook(kind, error, traceback)
+        if os.getpid() != self._process or not uncaught(error):
+            return
         where = f"Rank {self._world.rank} of {self._world.size}"
         self._end_all(f"{where} raised {kind.__name__}. Ending the job.", 1)
 
