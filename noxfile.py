@@ -131,7 +131,7 @@ def tests_torch(session: nox.Session, torch: str, backend: str) -> None:
 
 @nox.session(default=False, tags=["cpu"])
 def tests_grid(session: nox.Session) -> None:
-    """What tests_gloo leaves out: training like torch's FSDP2 over the whole grid of settings."""
+    """What tests_gloo leaves out: training like torch's over whole grids of settings, slow jobs."""
     install(session, "distributed", groups=["test"])
     session.run("pytest", "tests/distributed", "-m", "grid", *session.posargs, env=ONE_THREAD)
 

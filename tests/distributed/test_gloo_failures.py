@@ -106,7 +106,12 @@ RAISED = r"rank {rank} has ended, it raised ValueError: planted"
 LATE = r"rank {rank} runs, but has not come"
 
 
-@pytest.mark.parametrize("torchrun", [False, True], ids=["plain", "torchrun"])
+@pytest.mark.parametrize(
+    "torchrun",
+    # Under torchrun only the last of it differs, and each job takes a quarter of a minute.
+    [False, pytest.param(True, marks=pytest.mark.grid)],
+    ids=["plain", "torchrun"],
+)
 @pytest.mark.parametrize(
     ("fault", "place", "operation", "cause"),
     [

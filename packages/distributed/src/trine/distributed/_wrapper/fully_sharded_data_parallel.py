@@ -233,7 +233,8 @@ class FullyShardedDataParallel(SavesState):
     def no_sync(self) -> Iterator[None]:
         """Let backward keep gradients on this rank, for the first backward outside to reduce.
 
-        With SHARD_GRAD_OP parameters stay whole between backwards inside.
+        With SHARD_GRAD_OP parameters stay whole between backwards inside. To drop what is kept,
+        call `zero_grad()` of the model: that of an optimizer does not reach it.
         """
         states = _states(self)
         before = [(s.settings.reduces, s.settings.reshard_after_backward) for s in states]
