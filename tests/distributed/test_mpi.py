@@ -156,7 +156,9 @@ def test_a_rank_that_stays_behind_in_a_forward_is_waited_for_with_the_name_of_th
 
     assert status != 0
     waited = r"all_gather #\d+ \(FSDP unit 1\) of group \S+ \(2 ranks\) on rank 0 was not complete"
-    assert re.search(rf"CommError .*mpi: {waited} after 6 s", printed), printed
+    missing = r"rank 0 of 2 \(#\d+ of group 0, ranks 0, 1\): rank 1 runs, but has not come"
+    told = rf"CommError all_gather of 1 failed on {missing}.*mpi: {waited} after 6 s"
+    assert re.search(told, printed, re.DOTALL), printed
     # And what the backend says by itself names the unit too.
     assert re.search(rf"DistBackendError: mpi: barrier .* was refused, because {waited}", printed)
 
@@ -272,7 +274,8 @@ def test_workers_that_fail_and_exceptions_that_were_caught_leave_the_job_alone()
     status, printed, _ = mpiexec(
         2,
         "import multiprocessing\n"
-        "for end in (lambda: 1 / 0, sys.exit, sys.excepthook.__self__.leave):\n"
+        "from trine.distributed.mpi.job import job\n"
+        "for end in (lambda: 1 / 0, sys.exit, job().leave):\n"
         "    worker = multiprocessing.get_context('fork').Process(target=end)\n"
         "    worker.start(); worker.join()\n"
         "try: 1 / 0\n"
@@ -296,3 +299,29 @@ def test_a_rank_that_never_comes_is_not_waited_for_for_ever(end: str) -> None:
     assert process.returncode != 0, printed
     if "sleep" in end:  # else mpiexec may notice first
         assert "in _meet_all_ranks_over_mpi" in printed
+
+
+CHANGES = {
+    "p.requires_grad_(False)": "reduce_scatter of 0 (10 elements of float32)",
+    "m.double()": "all_gather of 0 (72 elements of float64)",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_size_that_one_rank_changes_is_refused_before_mpi_sees_it(change: str) -> None:
+    status, printed, _ = mpiexec(
+        2,
+        "from torch import nn\n"
+        "from trine.distributed.fsdp import fully_shard\n"
+        "m = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))\n"
+        "for layer in m: fully_shard(layer)\n"
+        "fully_shard(m)\n"
+        "def train(): m(torch.ones(2, 8)).sum().backward()\n"
+        "train(); p = next(m.parameters())\n"
+        f"if dist.get_rank() == 1: {change}\n"
+        "for _ in range(3): train()",
+    )
+
+    # Some MPI libraries move what they are told, and let the larger part keep what it held.
+    assert status != 0, printed
+    assert f"rank 1: {CHANGES[change]}" in printed

@@ -365,8 +365,9 @@ def _leave_at_exit(process: int) -> None:
         leaving.set()
         if not left.wait(_LEAVE_S):
             warnings.warn(
-                f"This process ends while collectives wait for other ranks (for {_LEAVE_S:g} s "
-                "since its program ended). Wait for every collective before the program ends.",
+                f"This process ends before it has left its process groups ({_LEAVE_S:g} s after "
+                "its program did): collectives wait for other ranks, or the machine is very busy. "
+                "Wait for every collective before the program ends.",
                 RuntimeWarning,
                 stacklevel=1,
             )

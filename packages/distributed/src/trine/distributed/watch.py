@@ -1,4 +1,4 @@
-"""Watch the other ranks of a gloo or nccl job: who is where when one fails, and end with it.
+"""Watch the other ranks of a job: who is where when one fails, and end with it.
 
 One thread for each process. While all is well it asks the store of the world one question a
 second, on a connection of its own. When a collective fails, the ranks call the roll through the
@@ -390,8 +390,8 @@ _watched: tuple[weakref.ref[dist.ProcessGroup], Watch | None] | None = None
 def watch_world() -> None:
     """Watch the other ranks of the running world from now on, if they can be asked.
 
-    A world over MPI does that itself. One whose store is no process's (a file), whose other
-    ranks are pretended, or which is very large is not watched.
+    One whose store is no process's (a file), whose other ranks are pretended, or which is very
+    large is not watched. A job over MPI ends by itself; there the ranks only ask each other.
     """
     global _watched
     world = dist.group.WORLD
@@ -416,7 +416,7 @@ def stop_watch() -> None:
 
 def _watch(world: dist.ProcessGroup) -> Watch | None:
     backend = dist.get_backend()
-    if not 1 < world.size() <= _MOST_RANKS or "mpi" in backend or backend == "fake":
+    if not 1 < world.size() <= _MOST_RANKS or backend == "fake":
         return None
     try:
         inner: Any = world.get_group_store()

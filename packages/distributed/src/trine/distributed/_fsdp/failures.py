@@ -162,8 +162,8 @@ def _different(recent: Mapping[int, Mapping[int, str]]) -> list[str]:
 def confirm(ledger: Ledger) -> None:
     """Make sure that all ranks of a group move as much in the collective noted last.
 
-    For one that moves more or less than it did before on this rank: gloo ends the process,
-    in C++, where ranks disagree about a size.
+    For one that moves more or less than it did before on this rank: where ranks disagree about
+    a size gloo ends the process, in C++, and MPICH says nothing and leaves wrong numbers.
 
     Raises:
         RanksDisagree: if one does something else.

@@ -78,7 +78,8 @@ def _check(param: nn.Parameter, fqn: str) -> None:
     if taken is not None:
         raise ValueError(
             f"{fqn} is shared with {taken[1]}, which another call of "
-            "fully_shard has sharded already: the two would train apart. Shard the modules "
+            "fully_shard, or another wrapper, has sharded already: the two would train apart. "
+            "Shard the modules "
             "that share a parameter in one call, on a module that contains them all."
         )
     owner = owner_of(param)
