@@ -117,9 +117,17 @@ LATE = r"rank {rank} runs, but has not come"
     [
         ("kill", "first gather", "all_gather of layers", GONE),
         ("raise", "gather", "all_gather of layers", RAISED),
-        ("exit 0", "reduce", "reduce_scatter of layers|all_gather of layers", GONE),
+        pytest.param(
+            "exit 0",
+            "reduce",
+            "reduce_scatter of layers|all_gather of layers",
+            GONE,
+            marks=pytest.mark.grid,
+        ),
         ("sleep", "reduce", "reduce_scatter of layers", LATE),
-        ("exit 3", "clip", "all_reduce of the gradient norm", GONE),
+        pytest.param(
+            "exit 3", "clip", "all_reduce of the gradient norm", GONE, marks=pytest.mark.grid
+        ),
     ],
 )
 def test_the_job_ends_and_names_rank_operation_number_group_and_unit(
@@ -144,6 +152,7 @@ def test_the_rank_that_holds_the_store_is_named_though_nobody_can_be_asked(tmp_p
         assert "rank 0 has ended or was killed, and the store that it held" in job.said[rank]
 
 
+@pytest.mark.grid
 def test_a_rank_of_another_copy_is_named_by_those_that_wait_for_it_in_the_all_reduce(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trine.distributed.fsdp import (
+    CommError,
     CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
@@ -457,7 +459,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         TypeError,
         "device_id must be",
     ),
-    "a copy": (lambda: copy.deepcopy(_wrapped()), TypeError, "cannot be copied"),
+    "a copy": (lambda: copy.deepcopy(_wrapped()), TypeError, "neither copied nor pickled"),
+    "a file": (lambda: pickle.dumps(_wrapped()), TypeError, "neither copied nor pickled"),
     "shared memory": (lambda: _wrapped().share_memory(), RuntimeError, "share_memory"),
     "a config of another type": (
         lambda: FullyShardedDataParallel.set_state_dict_type(
@@ -511,3 +514,19 @@ def test_it_takes_what_torchs_takes() -> None:
     for name in ours:
         default, wanted = ours[name].default, theirs[name].default
         assert default == wanted or getattr(default, "name", default) == wanted.name, name
+
+
+def ask_alone() -> str:
+    model = FSDP(nn.Linear(3, 4))
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(CommError) as refusal:
+        model.state_dict()
+    return str(refusal.value)
+
+
+def test_a_rank_that_asks_for_whole_state_alone_is_told_so(run_on_ranks: RunOnRanks) -> None:
+    said, _ = run_on_ranks(ask_alone, 2)
+
+    assert said.startswith("weight could not be collected on rank 0")
+    assert "Every rank must ask for whole state dicts together" in said

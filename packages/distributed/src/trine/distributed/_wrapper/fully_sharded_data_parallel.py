@@ -335,10 +335,12 @@ class FullyShardedDataParallel(SavesState):
         copies = f", copies={axes.replicate_size}" if axes.replicate_size > 1 else ""
         return f"{self.sharding_strategy.name}, shards={axes.shard_size}{copies}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refused, to copies as well as to pickle."""
         raise TypeError(
-            "A FullyShardedDataParallel cannot be copied: its shards belong to process groups. "
-            "Copy the model before it is wrapped, or load its state dict into another one."
+            "A FullyShardedDataParallel can be neither copied nor pickled: its shards belong to "
+            "process groups. Copy the model before it is wrapped, or save its state dict, and load "
+            "that into another one."
         )
 
     # --- nn.Module, with plain names and parameters in the right place ----------------------

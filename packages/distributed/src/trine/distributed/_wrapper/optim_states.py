@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -73,24 +74,24 @@ def collected(
     wanted = not first_only or dist.get_rank(group) == 0
     kind = settings.state_dict_type
 
-    def converted(value: Tensor) -> Tensor | None:
+    def converted(name: object, value: Tensor) -> Tensor | None:
         if not wanted:
             if isinstance(value, DTensor):
-                value.full_tensor()  # the others need this rank's part
+                whole_value(value, str(name))  # the others need this rank's part
             return None
-        return _saved(value, kind, config)
+        return _saved(value, kind, config, str(name))
 
     state = {}
     for name, values in form["state"].items():
-        made = _mapped(values, converted)
+        made = _mapped(values, partial(converted, name))
         if wanted:
             state[name] = made
     return {"state": state, "param_groups": copy.deepcopy(form["param_groups"])} if wanted else {}
 
 
-def _saved(value: Tensor, kind: StateDictType, config: OptimStateDictConfig) -> Tensor:
+def _saved(value: Tensor, kind: StateDictType, config: OptimStateDictConfig, name: str) -> Tensor:
     if kind is StateDictType.FULL_STATE_DICT:
-        value = whole_value(value) if isinstance(value, DTensor) else value.clone()
+        value = whole_value(value, name) if isinstance(value, DTensor) else value.clone()
     elif kind is StateDictType.LOCAL_STATE_DICT and isinstance(value, DTensor):
         value = value.to_local()
     return value.cpu() if config.offload_to_cpu else value

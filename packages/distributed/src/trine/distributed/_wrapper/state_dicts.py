@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trine.distributed._fsdp.errors import CommError
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.state import WRAPPED, FSDPState, saved_name
 from trine.distributed._wrapper.state_dict_types import (
@@ -59,7 +60,7 @@ def collected(
         # By parameter, not by memory: a rank that holds no rows could not tell.
         which = id(params.get(name[len(prefix) :], value))
         if which not in done:
-            done[which] = _converted(value, settings, wanted)
+            done[which] = _converted(value, settings, wanted, name)
         if wanted:
             values[name] = done[which]
 
@@ -75,10 +76,10 @@ def _refuse_alone(state: FSDPState) -> None:
                 )
 
 
-def _converted(value: Any, settings: StateDictSettings, wanted: bool) -> Any:
+def _converted(value: Any, settings: StateDictSettings, wanted: bool, name: str) -> Any:
     if isinstance(value, DTensor):
         if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-            value = whole_value(value) if wanted else value.full_tensor()
+            value = whole_value(value, name)
         elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             value = value.to_local()
     if wanted and settings.state_dict_config.offload_to_cpu and isinstance(value, Tensor):
@@ -86,9 +87,24 @@ def _converted(value: Any, settings: StateDictSettings, wanted: bool) -> Any:
     return value
 
 
-def whole_value(value: DTensor) -> Tensor:
-    """The whole tensor, with memory of its own; a collective among the ranks that hold it."""
-    whole: Tensor = value.full_tensor()
+def whole_value(value: DTensor, name: str) -> Tensor:
+    """The whole tensor, with memory of its own; a collective among the ranks that hold it.
+
+    Args:
+        value: sharded.
+        name: whose value it is.
+
+    Raises:
+        CommError: if another rank has gone, or does not ask for it.
+    """
+    try:
+        whole: Tensor = value.full_tensor()
+    except RuntimeError as error:
+        raise CommError(
+            f"{name} could not be collected on rank {dist.get_rank()}: another rank has gone, or "
+            "does not ask for it. Every rank must ask for whole state dicts together, those too "
+            f"that get none because of rank0_only. torch said: {error}"
+        ) from error
     # Where a rank holds all of it, torch gives its very memory.
     local = value.to_local()
     return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
