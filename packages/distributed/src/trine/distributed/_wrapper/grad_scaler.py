@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from trine.core import get_device
+from trine.core import CUDADevice, get_device
 from trine.core.devices import GradScaler
 
 __all__ = ["ShardedGradScaler"]
@@ -39,7 +39,7 @@ class ShardedGradScaler(GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         kind = torch.device(device).type
-        if kind == "cuda" and not torch.cuda.is_available():
+        if kind == "cuda" and CUDADevice.count() == 0:
             kind = get_device("auto").kind
         super().__init__(
             kind,
