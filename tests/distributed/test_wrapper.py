@@ -525,6 +525,7 @@ def ask_alone() -> str:
     return str(refusal.value)
 
 
+@pytest.mark.only_gloo("over MPI, ranks that leave wait for each other")
 def test_a_rank_that_asks_for_whole_state_alone_is_told_so(run_on_ranks: RunOnRanks) -> None:
     said, _ = run_on_ranks(ask_alone, 2)
 
