@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.grid import covering
+from tests.distributed.training import Block
 from trine.distributed import fsdp
 
 RunOnRanks = Callable[..., list[Any]]
@@ -130,16 +131,6 @@ AXES = {
     "optimizer": tuple(OPTIMIZERS),
     "clipping": ("none", "by torch", "by ours"),
 }
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return out
 
 
 class Model(nn.Module):

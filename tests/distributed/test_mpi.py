@@ -164,14 +164,17 @@ def test_a_rank_that_stays_behind_in_a_forward_is_waited_for_with_the_name_of_th
 
 
 @pytest.mark.parametrize("given", ["", "timeout=timedelta(seconds=2)"])
-def test_a_monitored_barrier_names_the_ranks_that_have_not_come(given: str) -> None:
+def test_a_monitored_barrier_names_the_ranks_that_have_not_come(given: str, tmp_path: Path) -> None:
     status, printed, _ = mpiexec(
         4,
         "from trine.distributed import monitored_barrier\nmonitored_barrier()\n"
         "if dist.get_rank() in (1, 3): time.sleep(1000)\n"
         f"try: monitored_barrier({given})\n"
-        "except dist.DistBackendError as error: print('told:', error)\n"
-        "time.sleep(1)\n"  # for the other to tell too
+        "except dist.DistBackendError as error: print('told:', error, flush=True)\n"
+        # The first to go on ends the job: both must have told.
+        f"from pathlib import Path; told = Path({str(tmp_path)!r})\n"
+        "(told / str(dist.get_rank())).touch()\n"
+        "while len(list(told.iterdir())) < 2: time.sleep(0.01)\n"
         "dist.barrier()",
     )
 

@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.distributed.recording_device import RecordingDevice
 from trine.core import TrineError
-from trine.distributed import destroy_process_group, init_process_group
+from trine.distributed import destroy_process_group, init_mesh, init_process_group
+from trine.distributed._fsdp.state import state_of
+from trine.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from trine.distributed.process_groups import available_backends, launched
 
 RunOnRanks = Callable[..., list[Any]]
@@ -220,3 +223,35 @@ def test_a_meeting_point_that_nobody_opened_is_named(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(TrineError, match=rf"Rank 1 of 2 could not reach .* 127.0.0.1:{port}"):
         init_process_group("gloo", timeout=timedelta(seconds=1))
+
+
+def limit_of(group: dist.ProcessGroup | None) -> timedelta:
+    assert group is not None
+    if dist.get_backend(group) == "mpi4py":
+        ours: timedelta = group._timeout  # type: ignore[attr-defined]  # of our backend
+        return ours
+    made: Any = group._get_backend(torch.device("cpu"))
+    gloos: timedelta = made.options._timeout
+    return gloos
+
+
+def groups_made_later(backend: str) -> list[timedelta]:
+    destroy_process_group()
+    init_process_group(backend, timeout=timedelta(seconds=37))
+    mesh = init_mesh({"replicate": 1, "shard": 2})
+    wrapped = FullyShardedDataParallel(
+        nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD
+    )
+    model: Any = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    model.set_separate_reduce_scatter_group()
+    state = state_of(model)
+    assert state is not None
+    apart = state.groups[0]._reducer.comm.group
+    return [limit_of(each) for each in (mesh.get_group(1), wrapped.process_group, apart)]
+
+
+def test_groups_that_are_made_later_wait_as_long_as_the_world(
+    run_on_ranks: RunOnRanks, backend: str
+) -> None:
+    for limits in run_on_ranks(groups_made_later, 2, backend):
+        assert limits == [timedelta(seconds=37)] * 3

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.distributed.training import train_alike
 from trine.distributed import init_mesh
 from trine.distributed.fsdp import (
     CPUOffload,
@@ -81,22 +82,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> list[float]:
-    """The same batches on every rank: wrapped and plain models see the same gradients."""
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.arange(4).add(step) % 5).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def trained(seed: int = 0) -> tuple[Wrapper, torch.optim.Optimizer]:
     model = wrapped(Odd(seed))
     optimizer = adamw(model)
-    train(model, optimizer)
+    train_alike(model, optimizer)
     return model, optimizer
 
 
@@ -143,8 +132,8 @@ def save_like_one_process_and_load() -> None:
     for name, make in OPTIMIZERS.items():
         plain, model, other = Odd(), wrapped(Odd()), wrapped(Odd(1))
         expected, optimizer, loaded = (make(list(m.parameters())) for m in (plain, model, other))
-        train(plain, expected)
-        train(model, optimizer)
+        train_alike(plain, expected)
+        train_alike(model, optimizer)
 
         full = Wrapper.full_optim_state_dict(model, optimizer)
         sent = Wrapper.scatter_full_optim_state_dict(full or None, other, optim=loaded)
@@ -162,7 +151,7 @@ def save_like_one_process_and_load() -> None:
             assert full == {}, name
         assert_same(loaded.state_dict(), optimizer.state_dict(), name)
         other.load_state_dict(model.state_dict())
-        assert train(other, loaded) == train(model, optimizer), name
+        assert train_alike(other, loaded) == train_alike(model, optimizer), name
 
 
 def test_the_state_of_every_optimizer_is_that_of_one_process_and_loads(
@@ -265,7 +254,7 @@ def every_strategy() -> None:
         where = f"{source} -> {target}"
         model, other = Wrapper(Odd(), **saved_with), Wrapper(Odd(1), **loaded_with)
         optimizer, loaded = adamw(model), adamw(other)
-        train(model, optimizer)
+        train_alike(model, optimizer)
 
         full = Wrapper.full_optim_state_dict(model, optimizer, rank0_only=False)
         loaded.load_state_dict(Wrapper.shard_full_optim_state_dict(full, other, optim=loaded))
@@ -280,7 +269,9 @@ def every_strategy() -> None:
         again = Wrapper.full_optim_state_dict(other, loaded, rank0_only=False)
         assert_same(again, full, where)
         other.load_state_dict(model.state_dict())
-        assert train(other, loaded) == pytest.approx(train(model, optimizer), rel=1e-5, abs=0)
+        assert train_alike(other, loaded) == pytest.approx(
+            train_alike(model, optimizer), rel=1e-5, abs=0
+        )
 
 
 def test_state_moves_between_all_strategies(run_on_ranks: RunOnRanks) -> None:
@@ -419,7 +410,9 @@ def other_ways_in() -> None:
     alone.load_state_dict(copy.deepcopy(numbered))
     plain.load_state_dict(model.state_dict())
     # Norms of two ranks' gradients are added up in another order than those of one.
-    assert train(plain, alone) == pytest.approx(train(model, optimizer), rel=1e-5, abs=0)
+    assert train_alike(plain, alone) == pytest.approx(
+        train_alike(model, optimizer), rel=1e-5, abs=0
+    )
 
     # While parameters are gathered, and behind a wrapper for activation checkpointing.
     model(torch.arange(4))
@@ -454,7 +447,7 @@ def filed_under_names() -> None:
         return model, optimizer
 
     (model, optimizer), (other, loaded) = made(0), made(1)
-    train(model, optimizer)
+    train_alike(model, optimizer)
     loaded.init_state()
 
     full = Wrapper.full_optim_state_dict(model, optimizer, rank0_only=False)
@@ -464,7 +457,7 @@ def filed_under_names() -> None:
 
     assert list(full["state"]) == list(optimizer.state_dict()["state"])
     other.load_state_dict(model.state_dict())
-    assert train(other, loaded) == train(model, optimizer)
+    assert train_alike(other, loaded) == train_alike(model, optimizer)
 
 
 def test_an_optimizer_that_files_its_state_under_names(run_on_ranks: RunOnRanks) -> None:
@@ -482,11 +475,11 @@ def made_before_wrapping() -> None:
     early.load_state_dict(made)
     outer.load_state_dict(source.state_dict())
 
-    assert train(outer, early) == train(source, optimizer)
+    assert train_alike(outer, early) == train_alike(source, optimizer)
 
     model = Odd(1)
     stale = adamw(model)
-    train(model, stale)
+    train_alike(model, stale)
     with (
         pytest.warns(UserWarning, match="Make a new optimizer"),
         pytest.raises(ValueError, match=r"of shape \(\), is no parameter of this"),

@@ -28,6 +28,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.distributed.training import train_alike
 from trine.distributed import fsdp
 from trine.distributed.checkpoint import load_checkpoint, save_checkpoint
 
@@ -96,19 +97,6 @@ def make(kind: str, seed: int, optimizer: str = "adamw") -> Kind:
             device_mesh=mesh,
         )
     return model, optimizer_of(model, optimizer)
-
-
-def train(made: Kind, steps: int) -> list[float]:
-    """The same batches on every rank, so that all kinds see the same gradients."""
-    model, optimizer = made
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.arange(4).add(step) % 5).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def full_state(kind: str, made: Kind) -> tuple[StateDict, StateDict]:
@@ -190,9 +178,9 @@ def exchange(source: str, targets: tuple[str, ...]) -> None:
             # state in the place of all: its buffer is used again. So, one tensor.
             kept = "sgd" if "fsdp1" in (source, target) else "adamw"
             trained, loaded = make(source, 0, kept), make(target, 1, kept)
-            train(trained, 2)
+            train_alike(*trained)
             state = copied(full_state(source, trained))
-            losses = train(trained, 2)
+            losses = train_alike(*trained)
 
             load_full(target, loaded, copied(state))
 
@@ -201,7 +189,7 @@ def exchange(source: str, targets: tuple[str, ...]) -> None:
             assert_same(model, state[0], where)
             assert_same(by_parameter(optimizer), by_parameter(state[1]), where)
             # Sums over the ranks of a mean, in other orders.
-            assert train(loaded, 2) == pytest.approx(losses, rel=1e-5, abs=0), where
+            assert train_alike(*loaded) == pytest.approx(losses, rel=1e-5, abs=0), where
 
 
 def exchange_with_torchs() -> None:
@@ -242,7 +230,7 @@ def save_with_torch(path: Path, kinds: dict[str, str]) -> dict[str, Any]:
     for kind, kept in kinds.items():
         with quiet():
             made = make(kind, 0, kept)
-            train(made, 2)
+            train_alike(*made)
             model, optimizer = sharded_state(made)
             if kind in OURS:
                 sharded = {name: model[name] for name, _ in made[0].named_parameters()}
@@ -253,8 +241,8 @@ def save_with_torch(path: Path, kinds: dict[str, str]) -> dict[str, Any]:
             # One process trains alike, exactly: a mean of equal gradients is that gradient. And
             # torch's FSDP1 cannot be asked, see `exchange`.
             alone = make("process", 0, kept)
-            train(alone, 2)
-            found[kind] = copied(full_state("process", alone)), train(alone, 2)
+            train_alike(*alone)
+            found[kind] = copied(full_state("process", alone)), train_alike(*alone)
     return found
 
 
@@ -277,7 +265,7 @@ def load_with_torch(path: Path, saved: dict[str, Any], kinds: dict[str, str]) ->
             assert_same(model, expected[0], where)
             assert_same(optimizer["state"], expected[1]["state"], where)
             # Gradients of two ranks are added up in another order than those of four.
-            assert train(made, 2) == pytest.approx(losses, rel=1e-4, abs=0), where
+            assert train_alike(*made) == pytest.approx(losses, rel=1e-4, abs=0), where
 
 
 def test_torchs_checkpoints_of_four_ranks_load_on_two(
@@ -338,7 +326,7 @@ def test_checkpoints_load_by_the_recipe_for_torchs_wrapper(
 
 def save_with_ours(path: Path) -> dict[str, Any]:
     model, optimizer = made = make("wrapper", 0)
-    train(made, 2)
+    train_alike(*made)
     assert Wrapper.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
 
     whole, DTensor.full_tensor = DTensor.full_tensor, refused  # type: ignore[method-assign]
@@ -346,7 +334,7 @@ def save_with_ours(path: Path) -> dict[str, Any]:
     DTensor.full_tensor = whole  # type: ignore[method-assign]
 
     assert Wrapper.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
-    return {"state": copied(full_state("wrapper", made)), "losses": train(made, 2)}
+    return {"state": copied(full_state("wrapper", made)), "losses": train_alike(*made)}
 
 
 def refused(*_: Any, **__: Any) -> Any:
@@ -364,7 +352,7 @@ def load_with_ours(path: Path, saved: dict[str, Any]) -> None:
         model, optimizer = full_state(kind, made)
         assert_same(model, saved["state"][0], kind)
         assert_same(optimizer["state"], saved["state"][1]["state"], kind)
-        assert train(made, 2) == pytest.approx(saved["losses"], rel=1e-4, abs=0), kind
+        assert train_alike(*made) == pytest.approx(saved["losses"], rel=1e-4, abs=0), kind
 
 
 def test_a_checkpoint_of_a_wrapped_model_is_saved_sharded_and_loads_on_other_ranks(

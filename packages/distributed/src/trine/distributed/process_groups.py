@@ -38,6 +38,7 @@ __all__ = [
     "available_backends",
     "backend_of",
     "check_backend",
+    "debugging",
     "destroy_process_group",
     "init_process_group",
     "launched",
@@ -116,6 +117,11 @@ def init_process_group(
     return found
 
 
+def debugging() -> bool:
+    """Whether the environment asks for collectives to be compared (`TRINE_DEBUG=1`)."""
+    return os.environ.get("TRINE_DEBUG", "0") not in ("", "0")
+
+
 def timeout_of_groups() -> timedelta | None:
     """How long collectives of groups made from now on may take: as long as the world's.
 
@@ -130,7 +136,7 @@ _timeout: timedelta | None = None
 def _join(launch: Launch | None, backend: str, timeout: timedelta | None) -> None:
     global _timeout
     # Torch's own check of all collectives, also of those that the program makes itself.
-    if os.environ.get("TRINE_DEBUG", "0") not in ("", "0"):
+    if debugging():
         os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
         dist.set_debug_level_from_env()  # type: ignore[attr-defined]  # torch's stubs miss it
     if backend == "mpi" and not dist.is_mpi_available():

@@ -13,12 +13,13 @@ from dataclasses import fields
 import torch
 
 from trine.distributed._fsdp.errors import rank_list
-from trine.distributed._fsdp.labels import debug_limit_s, debugging
+from trine.distributed._fsdp.labels import debug_limit_s
 from trine.distributed._fsdp.meeting import meetings
 from trine.distributed._fsdp.param import ShardedParam
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.state import FSDPState
 from trine.distributed.mesh import MeshAxes
+from trine.distributed.process_groups import debugging
 
 __all__ = ["agree_on_layout", "difference"]
 

@@ -21,6 +21,7 @@ from trine.distributed._fsdp.policies import (
     OffloadPolicy,
     ShardPlacement,
 )
+from trine.distributed._fsdp.torch_internals import of_class
 from trine.distributed.mesh import DataParallelMeshDims, MeshAxes
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
     "as_placement_fn",
     "as_precision_policy",
     "as_reshard",
+    "described",
+    "is_torchs",
+    "same_config",
 ]
 
 T = TypeVar("T")
@@ -42,7 +46,7 @@ T = TypeVar("T")
 
 def as_precision_policy(given: object) -> MixedPrecisionPolicy:
     """The policy of `mp_policy`."""
-    policy = MixedPrecisionPolicy() if given is None else _ours(MixedPrecisionPolicy, given)
+    policy = MixedPrecisionPolicy() if given is None else same_config(MixedPrecisionPolicy, given)
     if policy is None:
         example = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         raise _wrong_type("a MixedPrecisionPolicy", "mp_policy", given, example)
@@ -53,7 +57,7 @@ def as_offload_policy(given: object) -> OffloadPolicy:
     """The policy of `offload_policy`."""
     if given is None:
         return OffloadPolicy()
-    policy = _ours(CPUOffloadPolicy, given) or _ours(OffloadPolicy, given)
+    policy = same_config(CPUOffloadPolicy, given) or same_config(OffloadPolicy, given)
     if policy is None:
         expected = "an OffloadPolicy, such as a CPUOffloadPolicy,"
         raise _wrong_type(expected, "offload_policy", given, "CPUOffloadPolicy()")
@@ -69,7 +73,7 @@ def as_mesh(given: object) -> DeviceMesh | None:
 
 def as_dims(given: object) -> DataParallelMeshDims | None:
     """What `dp_mesh_dims` names."""
-    dims = None if given is None else _ours(DataParallelMeshDims, given)
+    dims = None if given is None else same_config(DataParallelMeshDims, given)
     if given is not None and dims is None:
         example = "DataParallelMeshDims(shard='fsdp', replicate='ddp')"
         raise _wrong_type("a DataParallelMeshDims", "dp_mesh_dims", given, example)
@@ -102,7 +106,7 @@ def as_flag(given: object, name: str) -> bool:
     """What a switch is set to: a bool, or what Python takes for one, such as a number."""
     # None and strings would pass for a decision that nobody made.
     if given is None or not hasattr(given, "__bool__"):
-        raise TypeError(f"{name} must be True or False, got {_described(given)}.")
+        raise TypeError(f"{name} must be True or False, got {described(given)}.")
     return bool(given)
 
 
@@ -111,7 +115,7 @@ def as_number(given: object, name: str) -> float:
     try:
         return float(given)  # type: ignore[arg-type]  # raises for what is no number
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a number, got {_described(given)}.") from None
+        raise TypeError(f"{name} must be a number, got {described(given)}.") from None
 
 
 def as_hook(given: object, name: str) -> Callable[[Tensor], None] | None:
@@ -119,7 +123,7 @@ def as_hook(given: object, name: str) -> Callable[[Tensor], None] | None:
     if given is None or (callable(given) and not isinstance(given, type)):
         return given
     raise TypeError(
-        f"{name} must be a function of one tensor or None, got {_described(given)}. For example "
+        f"{name} must be a function of one tensor or None, got {described(given)}. For example "
         "lambda grads: grads.clamp_(-1, 1)."
     )
 
@@ -140,7 +144,7 @@ def as_reshard(given: object, sizes: Mapping[int, str]) -> tuple[bool | None, in
     if not isinstance(given, int):
         raise TypeError(
             "reshard_after_forward must be True, False, None or a number of ranks, got "
-            f"{_described(given)}."
+            f"{described(given)}."
         )
     for size, which in sizes.items():
         divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -163,12 +167,12 @@ def as_placement(given: object, fqn: str) -> tuple[Shard | None, MeshAxes | None
         return given, None
     if isinstance(given, ShardPlacement):
         return given.placement, MeshAxes.of(given.mesh)
-    if _is_torchs(given, "ShardPlacementResult"):
+    if is_torchs(given, "ShardPlacementResult"):
         result: Any = given
         placement: Shard | None = result.placement
         return placement, _axes_of(result.mesh_info, fqn)
     raise TypeError(
-        f"shard_placement_fn returned {_described(given)} for {fqn}; expected Shard(dim), a "
+        f"shard_placement_fn returned {described(given)} for {fqn}; expected Shard(dim), a "
         "ShardPlacement, or None."
     )
 
@@ -195,32 +199,30 @@ def _axes_of(info: Any, fqn: str) -> MeshAxes:
     )
 
 
-def _ours(kind: type[T], given: object) -> T | None:
+def same_config(kind: type[T], given: object) -> T | None:
     """`given` if it is of `kind`, its counterpart if it is torch's of that name, else None."""
     if isinstance(given, kind):
         return given
-    if not _is_torchs(given, kind.__name__):
+    if not is_torchs(given, kind.__name__):
         return None
     # A field that this torch does not have yet keeps our default.
     names = [field.name for field in fields(kind) if hasattr(given, field.name)]  # type: ignore[arg-type]  # a dataclass
     return kind(**{name: getattr(given, name) for name in names})
 
 
-def _is_torchs(given: object, name: str) -> bool:
+def is_torchs(given: object, name: str) -> bool:
     """Whether `given` is of the class of this name in torch's FSDP, or of one made from it."""
-    return any(
-        cls.__name__ == name and cls.__module__.startswith("torch.distributed.")
-        for cls in type(given).__mro__
-    )
+    return of_class(given, name, "torch.distributed.")
 
 
 def _wrong_type(expected: str, name: str, given: object, example: str) -> TypeError:
     return TypeError(
-        f"{name} must be {expected} or None, got {_described(given)}. For example {name}={example}."
+        f"{name} must be {expected} or None, got {described(given)}. For example {name}={example}."
     )
 
 
-def _described(given: object) -> str:
+def described(given: object) -> str:
+    """An object for a message: what it looks like, and its class."""
     kind = type(given)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{reprlib.repr(given)} ({module}{kind.__qualname__})"

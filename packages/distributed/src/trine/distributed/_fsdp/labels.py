@@ -18,13 +18,13 @@ from trine.distributed._fsdp.failures import guarded
 from trine.distributed._fsdp.meeting import meetings
 from trine.distributed._fsdp.transfers import Transfer, Transfers
 from trine.distributed.ledger import Ledger, ledger_of
+from trine.distributed.process_groups import debugging
 
 __all__ = [
     "CheckedTransfers",
     "all_reduce",
     "check_label",
     "debug_limit_s",
-    "debugging",
     "transfers_for",
 ]
 
@@ -35,11 +35,6 @@ _MEND = (
     "look for a branch, a loop or a loss that depends on the rank or on its data. If a rank is "
     "only slow, give it longer: TRINE_DEBUG_TIMEOUT_S (seconds)."
 )
-
-
-def debugging() -> bool:
-    """Whether the environment asks for checked labels (`TRINE_DEBUG=1`)."""
-    return os.environ.get("TRINE_DEBUG", "0") not in ("", "0")
 
 
 def debug_limit_s() -> float:

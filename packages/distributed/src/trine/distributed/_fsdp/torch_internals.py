@@ -34,6 +34,7 @@ __all__ = [
     "hooked",
     "local_tensor",
     "module_parameters",
+    "of_class",
     "on_backward_reaching",
     "outside_transforms",
     "put_parameters",
@@ -322,7 +323,7 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
 
     Then a policy that chooses the inner one wraps that, and the compiled one goes past it.
     """
-    if not _of_class(module, "OptimizedModule", "torch._dynamo."):
+    if not of_class(module, "OptimizedModule", "torch._dynamo."):
         return None
     return dict(module.named_children()).get("_orig_mod")
 
@@ -332,12 +333,19 @@ def function_of_policy(policy: object) -> Callable[[nn.Module], object] | None:
 
     Without torch's name for it: None, and such a policy is refused.
     """
-    if not _of_class(policy, "CustomPolicy", "torch.distributed."):
+    if not of_class(policy, "CustomPolicy", "torch.distributed."):
         return None
     return getattr(policy, "_lambda_fn", None)
 
 
-def _of_class(given: object, name: str, package: str) -> bool:
+def of_class(given: object, name: str, package: str) -> bool:
+    """Whether an object is of a class of torch's that is not imported here, or of one made from it.
+
+    Args:
+        given: the object.
+        name: of the class.
+        package: that it comes from, with a dot behind it.
+    """
     return any(
         cls.__name__ == name and cls.__module__.startswith(package) for cls in type(given).__mro__
     )

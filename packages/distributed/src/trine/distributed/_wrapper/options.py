@@ -7,14 +7,15 @@ of their class and the package that made them.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeVar
 
 import torch
 from torch import nn
+
+from trine.distributed._fsdp.arguments import described, is_torchs, same_config
 
 __all__ = [
     "BackwardPrefetch",
@@ -25,11 +26,9 @@ __all__ = [
     "as_cpu_offload",
     "as_mixed_precision",
     "as_strategy",
-    "same_config",
     "same_member",
 ]
 
-T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 
 # What all batch norms are made from; it has no public name.
@@ -139,7 +138,7 @@ def as_mixed_precision(given: object) -> MixedPrecision:
     policy = MixedPrecision() if given is None else same_config(MixedPrecision, given)
     if policy is None:
         raise TypeError(
-            f"mixed_precision must be a MixedPrecision or None, got {_described(given)}. For "
+            f"mixed_precision must be a MixedPrecision or None, got {described(given)}. For "
             "example MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32); "
             "fully_shard takes a MixedPrecisionPolicy."
         )
@@ -162,21 +161,10 @@ def as_cpu_offload(given: object) -> CPUOffload:
     offload = CPUOffload() if given is None else same_config(CPUOffload, given)
     if offload is None:
         raise TypeError(
-            f"cpu_offload must be a CPUOffload or None, got {_described(given)}. For example "
+            f"cpu_offload must be a CPUOffload or None, got {described(given)}. For example "
             "CPUOffload(offload_params=True)."
         )
     return offload
-
-
-def same_config(kind: type[T], given: object) -> T | None:
-    """`given` if it is of the dataclass `kind`, ours made from it if it is torch's, else None."""
-    if isinstance(given, kind):
-        return given
-    if not _is_torchs(given, kind.__name__):
-        return None
-    # A field that this torch does not have keeps our default.
-    names = [field.name for field in fields(kind) if hasattr(given, field.name)]  # type: ignore[arg-type]  # a dataclass
-    return kind(**{name: getattr(given, name) for name in names})
 
 
 def same_member(kind: type[E], given: object, name: str) -> E:
@@ -187,20 +175,9 @@ def same_member(kind: type[E], given: object, name: str) -> E:
     """
     if isinstance(given, kind):
         return given
-    if isinstance(given, Enum) and _is_torchs(given, kind.__name__):
+    if isinstance(given, Enum) and is_torchs(given, kind.__name__):
         return kind[given.name]
     example = next(iter(kind))
     raise TypeError(
-        f"{name} must be a {kind.__name__} or None, got {_described(given)}. For example {example}."
+        f"{name} must be a {kind.__name__} or None, got {described(given)}. For example {example}."
     )
-
-
-def _is_torchs(given: object, name: str) -> bool:
-    return any(
-        cls.__name__ == name and cls.__module__.startswith("torch.distributed.")
-        for cls in type(given).__mro__
-    )
-
-
-def _described(given: object) -> str:
-    return f"{reprlib.repr(given)} ({type(given).__qualname__})"

@@ -8,7 +8,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from trine.core import Device, get_device
 from trine.distributed._wrapper.options import ShardingStrategy
@@ -99,6 +99,8 @@ def axes_for(
         raise ValueError("Give process_group or device_mesh, not both: each says which ranks.")
     if device_mesh is not None:
         return _axes_of_mesh(strategy, device_mesh)
+    if not dist.is_initialized():
+        init_process_group(device=device.torch_device)
     if strategy.is_hybrid:
         return MeshAxes.of(_hybrid_mesh(process_group, device))
     return MeshAxes.of(*_flat(strategy, _one_group(strategy, process_group), device))
@@ -131,8 +133,7 @@ def _flat(
     name = "replicate" if strategy is ShardingStrategy.NO_SHARD else "shard"
     dims = DataParallelMeshDims(replicate=name) if name == "replicate" else None
     if group is None:
-        init_mesh(device=device.torch_device)  # starts a world where there is none
-        return init_device_mesh(device.kind, (dist.get_world_size(),), mesh_dim_names=(name,)), dims
+        return init_mesh({name: dist.get_world_size()}, device=device.torch_device), dims
     return DeviceMesh.from_group(group, device.kind, mesh_dim_names=(name,)), dims
 
 
@@ -167,8 +168,6 @@ _hosts: tuple[weakref.ref[dist.ProcessGroup], DeviceMesh] | None = None
 def _mesh_of_hosts(device: Device) -> DeviceMesh:
     """One copy on each host; asked for by every rank together. Made once for a world."""
     global _hosts
-    if not dist.is_initialized():
-        init_process_group(device=device.torch_device)
     world = dist.group.WORLD
     assert world is not None
     if _hosts is not None and _hosts[0]() is world and _hosts[1].device_type == device.kind:
@@ -184,6 +183,6 @@ def _mesh_of_hosts(device: Device) -> DeviceMesh:
             f"HYBRID_SHARD cannot make one copy on each host: the ranks are not spread evenly, or "
             f"not in order ({counts}). Say which ranks: {_HYBRID}."
         )
-    mesh = init_device_mesh(device.kind, (len(hosts), size), mesh_dim_names=("replicate", "shard"))
+    mesh = init_mesh({"replicate": len(hosts), "shard": size}, device=device.torch_device)
     _hosts = weakref.ref(world), mesh
     return mesh

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from trine.distributed._wrapper.options import same_config, same_member
+from trine.distributed._fsdp.arguments import same_config
+from trine.distributed._wrapper.options import same_member
 
 __all__ = [
     "FullOptimStateDictConfig",

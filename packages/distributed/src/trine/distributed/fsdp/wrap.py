@@ -1,7 +1,7 @@
 """Policies for `FullyShardedDataParallel`: which modules below get a wrapper of their own.
 
 A policy is handed to the constructor as `auto_wrap_policy`. Names and arguments are those of
-`torch.distributed.fsdp.wrap`, whose own policies are taken as well. `ModuleWrapPolicy({Block})`
+torch's module of this name, whose own policies are taken as well. `ModuleWrapPolicy({Block})`
 is the usual one: every block is gathered and freed by itself. Policies that are functions get
 their arguments from `functools.partial`, as in
 `partial(size_based_auto_wrap_policy, min_num_params=1_000_000)`.
