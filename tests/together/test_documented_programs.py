@@ -49,8 +49,8 @@ def test_the_script_of_the_tutorial_trains_and_shows_a_row_for_each_block(tmp_pa
     assert re.findall(r"^([\w(]\S*) ", table, re.MULTILINE) == [*"0123", "total"]
     assert sorted(path.name for path in (tmp_path / "trine-run").iterdir()) == [
         "timeline.json",
-        "trace-rank00000.jsonl",
-        "trace-rank00001.jsonl",
+        "trace-rank00000.trine",
+        "trace-rank00001.trine",
     ]
 
 

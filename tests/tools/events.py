@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trine.core.tracing import Attributes, Kind, TraceEvent
-from trine.tools.tracing import Header, RankTrace, Recorder
+from trine.tools.tracing import Events, Header, RankTrace, Recorder
 
 US = 1_000
 
@@ -76,10 +76,8 @@ def rank_trace(
         torch="2.13.0",
         perf_counter_ns=perf_counter_ns,
         unix_ns=unix_ns,
-        events=len(events),
-        dropped=dropped,
     )
-    return RankTrace(header, list(events))
+    return RankTrace(header, Events.of(events), dropped)
 
 
 def write_rank_file(

@@ -138,7 +138,7 @@ def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path, command: li
 def test_a_damaged_trace_is_one_line_and_status_1(
     run_folder: Path, tmp_path: Path, command: str
 ) -> None:
-    damaged = run_folder / "trace-rank00001.jsonl"
+    damaged = run_folder / "trace-rank00001.trine"
     damaged.write_bytes(damaged.read_bytes()[:-20])
     more: list[str | Path] = ["--out", tmp_path / "out.json"] if command == "merge" else []
 

@@ -292,7 +292,7 @@ def test_a_file_of_absurd_size_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "trace-rank00000.jsonl")
+    os.mkfifo(tmp_path / "trace-rank00000.trine")
 
     with pytest.raises(TraceFileError, match="neither a file nor a folder"):
         read_traces(tmp_path)
@@ -305,7 +305,7 @@ def test_a_folder_without_traces_says_what_was_expected(tmp_path: Path) -> None:
 
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     path = write_rank_file(tmp_path)
-    (tmp_path / "trace-rank-copy.jsonl").write_bytes(path.read_bytes())
+    (tmp_path / "trace-rank-copy.trine").write_bytes(path.read_bytes())
 
     with pytest.raises(TraceFileError, match="two traces of rank 0"):
         read_traces(tmp_path)

@@ -91,7 +91,7 @@ def test_closing_leaves_only_the_file(tmp_path: Path) -> None:
 
     path = recorder.close()
 
-    assert path == tmp_path / "new folder" / "trace-rank00012.jsonl"
+    assert path == tmp_path / "new folder" / "trace-rank00012.trine"
     assert list(path.parent.iterdir()) == [path]
 
 

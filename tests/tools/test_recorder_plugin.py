@@ -46,8 +46,8 @@ def test_the_traces_of_a_larger_earlier_run_are_gone(tmp_path: Path) -> None:
     recorder_plugin.open(tmp_path, rank=0, world_size=2).close()
 
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "trace-rank00000.jsonl",
-        "trace-rank00001.jsonl",
+        "trace-rank00000.trine",
+        "trace-rank00001.trine",
     ]
     recorder_plugin.finish(tmp_path)
 

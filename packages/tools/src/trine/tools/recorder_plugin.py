@@ -54,5 +54,5 @@ def finish(directory: Path) -> Report:
     print_summary(summarize(traces))
     return Report(
         files={"timeline": timeline},
-        dropped=sum(trace.header.dropped for trace in traces),
+        dropped=sum(trace.dropped for trace in traces),
     )

@@ -140,7 +140,7 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
         world_size=traces[0].header.world_size,
         steps=steps,
         sent_nbytes=[sum(event.nbytes for event in _collectives(trace.events)) for trace in traces],
-        dropped=sum(trace.header.dropped for trace in traces),
+        dropped=sum(trace.dropped for trace in traces),
         units=[_summarize_unit(unit, names[unit], totals, steps) for unit in names],
     )
 
@@ -176,7 +176,7 @@ def _counted_steps(trace: RankTrace) -> list[tuple[int, int]]:
     for start, end in spans:
         if not steps or start >= steps[-1][1]:
             steps.append((start, end))
-    return steps[1:] if trace.header.dropped else steps
+    return steps[1:] if trace.dropped else steps
 
 
 def _collectives(events: Iterable[TraceEvent]) -> Iterable[TraceEvent]:

@@ -53,17 +53,18 @@ def write_timeline(traces: Sequence[RankTrace], out: Path) -> None:
         "format": "trine-timeline",
         "ranks": [trace.header.rank for trace in traces],
         "world_size": traces[0].header.world_size if traces else 0,
-        "dropped": sum(trace.header.dropped for trace in traces),
+        "dropped": sum(trace.dropped for trace in traces),
         "clock": align(traces).note,
     }
     try:
         with written_beside(out) as file:
-            file.write(f'{{"displayTimeUnit":"ms","otherData":{_encode(about)},"traceEvents":[')
+            head = f'{{"displayTimeUnit":"ms","otherData":{_encode(about)},"traceEvents":['
+            file.write(head.encode("ascii"))
             separator = "\n"
             for event in _timeline(traces):
-                file.write(separator + _encode(event))
+                file.write((separator + _encode(event)).encode("ascii"))
                 separator = ",\n"
-            file.write("\n]}\n")
+            file.write(b"\n]}\n")
     except OSError as error:
         raise TraceFileError(
             f"The timeline cannot be written to {printable(str(out))}: {error.strerror or error}."

@@ -1,108 +1,282 @@
-"""The file format of one rank's trace: JSON lines, a header first, then one event a line.
+"""The file format of one rank's recording, version 2: records, each a line of JSON and bytes.
 
-Only the format: what a line looks like and what it must look like to be accepted.
-Opening, naming and renaming files is up to the recorder and the reader. Everything
-decoded here may come from elsewhere, so each field is checked before it is believed.
+A record is one line of ASCII JSON, at most `MAX_HEAD_BYTES` long, whose `record` says what
+it is and whose `nbytes` how many bytes follow it before the next line. The first is a
+`header`; then come `events` (a run of them, a column after the other, little-endian, in the
+order of `COLUMNS`, then the events' attributes as lines of JSON), `clock` (how far the
+rank's clock was from rank 0's), and at last `end`. Records are appended whole, so a file of
+a process that was killed is readable up to its last whole record. A table of texts grows
+with the runs: each `events` record lists the texts and threads that are new in it.
+
+Only the format: opening, naming and renaming files is up to the recorder and the reader.
+Everything decoded here may come from elsewhere, so each number is checked before it is
+believed.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+import sys
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from reprlib import repr as short
-from typing import Final, NoReturn, get_args
+from typing import Final, NoReturn, TypeGuard, TypeVar
 
-from trine.core.tracing import Attributes, Kind, TraceEvent
+import torch
+
+from trine.core.tracing import TraceEvent
+from trine.tools.tracing.events import Columns, EventsBuilder
+from trine.tools.tracing.schema import (
+    COLUMNS,
+    DTYPES,
+    KINDS,
+    REASONS,
+    TEXT_COLUMNS,
+    VERSION,
+    ClockReading,
+    End,
+    Header,
+    Reason,
+)
 
 __all__ = [
     "FORMAT",
-    "MAX_LINE_BYTES",
-    "VERSION",
-    "Header",
-    "decode_event",
-    "decode_header",
-    "encode_event",
-    "encode_header",
+    "MAX_HEAD_BYTES",
+    "MAX_RUN_BYTES",
+    "RUN_EVENTS",
+    "Decoder",
+    "Encoder",
     "rank_file_name",
 ]
 
-FORMAT: Final = "trine-trace"
-VERSION: Final = 1
-MAX_LINE_BYTES: Final = 1 << 20
+T = TypeVar("T")
 
-_KINDS: Final = frozenset(get_args(Kind))
+FORMAT: Final = "trine-trace"
+MAX_HEAD_BYTES: Final = 64 << 20
+MAX_RUN_BYTES: Final = 1 << 30
+RUN_EVENTS: Final = 4096
+"""How many events an encoder should be given at a time."""
+
 _INT64: Final = 1 << 63
 _MAX_RANKS: Final = 1 << 24
-_MAX_DEPTH: Final = 8
-_NOT_FINITE: Final = frozenset({"nan", "inf", "-inf"})
+_ROW_BYTES: Final = sum(array(code).itemsize for code in COLUMNS.values())
 
-
-@dataclass(frozen=True)
-class Header:
-    """Where and when one rank's events were recorded.
-
-    Attributes:
-        rank: the rank that recorded.
-        world_size: how many ranks took part.
-        host: name of its machine.
-        clock: two ranks with the same text here read the same `perf_counter_ns` clock.
-        pid: its process.
-        python: version of its interpreter.
-        torch: version of its torch.
-        perf_counter_ns: reading of the events' clock, taken together with `unix_ns`.
-        unix_ns: reading of the wall clock, in ns since 1970.
-        events: how many events follow.
-        dropped: how many were recorded but did not fit.
-    """
-
-    rank: int
-    world_size: int
-    host: str
-    clock: str
-    pid: int
-    python: str
-    torch: str
-    perf_counter_ns: int
-    unix_ns: int
-    events: int
-    dropped: int
+assert sum(DTYPES[code].itemsize for code in COLUMNS.values()) == _ROW_BYTES
 
 
 def rank_file_name(rank: int) -> str:
-    """`trace-rank00003.jsonl` for rank 3: zero-padded, so that folders list ranks in order."""
-    return f"trace-rank{rank:05d}.jsonl"
+    """`trace-rank00003.trine` for rank 3: zero-padded, so that folders list ranks in order."""
+    return f"trace-rank{rank:05d}.trine"
 
 
-def encode_header(header: Header) -> str:
-    """The first line of a rank's file, without its line break."""
-    return _encode({"format": FORMAT, "version": VERSION, **asdict(header)})
+class Encoder:
+    """Makes the records of one file, which are to be written in the order they are made."""
+
+    def __init__(self) -> None:
+        self._builder = EventsBuilder()
+        self._texts = 1  # of the table, so many are in the file; the empty text need not be
+        self._threads = 0
+        self._events = 0
+
+    def header(self, header: Header) -> bytes:
+        """The first record."""
+        return _record("header", {"format": FORMAT, "version": VERSION, **asdict(header)})
+
+    def events(self, events: list[TraceEvent], dropped: int) -> bytes:
+        """The record of a run of events.
+
+        Args:
+            events: the events; `RUN_EVENTS` of them are a good number.
+            dropped: how many have not fitted since the recording began.
+        """
+        columns = self._builder.columns(events)
+        texts = list(self._builder.texts.places)[self._texts :]
+        threads = list(self._builder.threads)[self._threads :]
+        self._texts += len(texts)
+        self._threads += len(threads)
+        self._events += columns.count
+        body = b"".join(_little_endian(values) for values in columns.fields.values())
+        args = "".join(f"{text}\n" for text in columns.args).encode("ascii")
+        head = {
+            "count": columns.count,
+            "args": len(columns.args),
+            "dropped": dropped,
+            "texts": texts,
+            "threads": threads,
+        }
+        return _record("events", head, body + args)
+
+    def clock(self, reading: ClockReading) -> bytes:
+        """The record of a reading of the clocks."""
+        return _record("clock", asdict(reading))
+
+    def end(self, dropped: int, reason: Reason) -> bytes:
+        """The last record."""
+        return _record("end", asdict(End(self._events, dropped, reason)))
 
 
-def decode_header(line: str) -> Header:
-    """The header that a first line holds.
+class Decoder:
+    """Takes the records of one file in their order and checks each.
 
-    Raises:
-        ValueError: if it is not the header of a trace that this version reads.
+    Attributes:
+        header: from the first record on.
+        runs: the events.
+        texts: the table of texts.
+        threads: identifiers of threads.
+        readings: of the clocks, in their order.
+        end: None until there is one.
+        dropped: how many events did not fit, as last told.
     """
-    try:
-        data = _decode(line)
-    except ValueError:
-        data = None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ValueError(f"it is not the trace of a rank (no {FORMAT} header)")
-    version = data.get("version")
-    if type(version) is not int or version != VERSION:  # True and 1.0 equal 1, and are not it
+
+    def __init__(self) -> None:
+        self.header: Header | None = None
+        self.runs: list[Columns] = []
+        self.texts = [""]
+        self.threads: list[int] = []
+        self.readings: list[ClockReading] = []
+        self.end: End | None = None
+        self.dropped = 0
+
+    def head(self, line: bytes) -> tuple[str, dict[str, object], int]:
+        """What a record is, what its line says, and how many bytes follow it.
+
+        Raises:
+            ValueError: if it is no line of a record, or not one that can come here.
+        """
+        try:
+            data = _decode(line)
+        except ValueError:
+            if self.header is None:
+                raise _foreign() from None
+            raise
+        if not isinstance(data, dict) or not isinstance(data.get("record"), str):
+            raise _foreign() if self.header is None else ValueError("it is not a record")
+        what = str(data["record"])
+        nbytes = data.get("nbytes")
+        if self.header is None:
+            if what != "header" or data.get("format") != FORMAT:
+                raise _foreign()
+            _check_version(data.get("version"))
+        elif what == "header":
+            raise ValueError("it is a second header")
+        if self.end is not None:
+            raise ValueError("there is more after the end")
+        if type(nbytes) is not int or not 0 <= nbytes <= MAX_RUN_BYTES:
+            raise ValueError(f"its nbytes is {short(nbytes):.40}")
+        return what, data, nbytes
+
+    def take(self, what: str, head: Mapping[str, object], body: bytearray) -> None:
+        """Take a whole record. One of a kind not known here is passed over.
+
+        Raises:
+            ValueError: if it is damaged.
+        """
+        if what == "header":
+            self.header = _header(head)
+        elif what == "events":
+            self._take_events(head, body)
+        elif what == "clock":
+            reading = ClockReading(
+                _int(head, "at_ns", 0), _int(head, "offset_ns", -_INT64), _int(head, "error_ns", 0)
+            )
+            self.readings.append(reading)
+        elif what == "end":
+            reason = next((known for known in REASONS if known == head.get("reason")), None)
+            if reason is None:
+                raise ValueError(f"its reason is {short(head.get('reason')):.40}")
+            held = sum(run.count for run in self.runs)
+            self.end = End(_int(head, "events", 0), _int(head, "dropped", 0), reason)
+            self.dropped = self.end.dropped
+            if self.end.events != held:
+                raise ValueError(
+                    f"it announces {self.end.events} events, and the file holds {held}"
+                )
+
+    def _take_events(self, head: Mapping[str, object], body: bytearray) -> None:
+        count, lines = _int(head, "count", 0), _int(head, "args", 0)
+        self.dropped = _int(head, "dropped", 0)
+        self.texts += _list(head, "texts", _is_text)
+        self.threads += _list(head, "threads", _is_thread)
+        if count > len(body) // _ROW_BYTES:
+            raise ValueError(f"it announces {count} events in {len(body)} bytes")
+        run = Columns(count, {}, [])
+        at = 0
+        with memoryview(body) as view:
+            for name, code in COLUMNS.items():
+                column = array(code)
+                size = count * column.itemsize
+                column.frombytes(view[at : at + size])
+                at += size
+                if sys.byteorder == "big":  # pragma: no cover
+                    column.byteswap()
+                run.fields[name] = column
+            args = bytes(view[at:])
+        if args and (not args.isascii() or not args.endswith(b"\n")):
+            raise ValueError("its attributes are not lines of JSON")
+        run.args.extend(args.decode("ascii").split("\n")[:-1])
+        if len(run.args) != lines:
+            raise ValueError(f"it announces {lines} attributes and holds {len(run.args)}")
+        if count:
+            self._check(run)
+        self.runs.append(run)
+
+    def _check(self, run: Columns) -> None:
+        columns = {
+            name: torch.frombuffer(run.fields[name], dtype=DTYPES[code])
+            for name, code in COLUMNS.items()
+        }
+        for name, first, end in (
+            ("kind", 0, len(KINDS)),
+            ("thread", 0, len(self.threads)),
+            ("args", -1, len(run.args)),
+            *((name, 0, len(self.texts)) for name in TEXT_COLUMNS),
+            *((name, 0, _INT64) for name in ("nbytes", "enqueue_ns", "start_ns", "end_ns")),
+            ("sequence", -1, _INT64),
+        ):
+            low, high = (int(edge) for edge in columns[name].aminmax())
+            if low < first or high >= end:
+                raise ValueError(f"an event has {name} = {low if low < first else high}")
+        if bool((columns["end_ns"] < columns["start_ns"]).any()):
+            raise ValueError("an event ends before it starts")
+        if bool((columns["start_ns"] < columns["enqueue_ns"]).any()):
+            raise ValueError("an event starts before it was asked for")
+
+
+def _record(what: str, head: Mapping[str, object], body: bytes = b"") -> bytes:
+    line = _encode({"record": what, **head, "nbytes": len(body)})
+    return line.encode("ascii") + b"\n" + body
+
+
+def _little_endian(values: array[int] | array[float]) -> bytes:
+    if sys.byteorder == "big":  # pragma: no cover
+        values.byteswap()
+    return values.tobytes()
+
+
+def _foreign() -> ValueError:
+    return ValueError(f"it is not the trace of a rank (no {FORMAT} header)")
+
+
+def _check_version(version: object) -> None:
+    if type(version) is not int or version != VERSION:  # True and 2.0 are not it
         raise ValueError(
             f"it has format version {short(version):.40}, and this trine-tools reads "
             f"version {VERSION}. Read it with the trine-tools that recorded it, or a newer one"
         )
+
+
+def _header(data: Mapping[str, object]) -> Header:
     values: dict[str, object] = {}
     for field in fields(Header):
         value = data.get(field.name)
-        # Annotations are text here, and every field is one of two types.
-        good = _is_count(value) if field.type == "int" else isinstance(value, str)
+        # Annotations are text here, and every field is one of three types.
+        if field.type == "int":
+            good = type(value) is int and 0 <= value < _INT64
+        elif field.type == "str":
+            good = isinstance(value, str)
+        else:
+            good = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
         if not good:
             raise ValueError(f"its header has {field.name} = {short(value):.40}")
         values[field.name] = value
@@ -112,161 +286,48 @@ def decode_header(line: str) -> Header:
     return header
 
 
-def encode_event(event: TraceEvent) -> str:
-    """One event as a compact JSON array, without its line break.
-
-    Attributes that no reader could take are written as text; nothing an event can carry
-    makes a file unreadable.
-    """
-    args = event.args if _is_plain(event.args) else _plain_mapping(event.args)
-    line = _encode(_fields(event, args))
-    if len(line) >= MAX_LINE_BYTES:  # ASCII: characters are bytes
-        line = _encode(_fields(event, {"left_out": f"{len(line)} bytes"}, longest_text=200))
-    return line
+def _int(head: Mapping[str, object], name: str, least: int) -> int:
+    value = head.get(name)
+    if type(value) is not int or not least <= value < _INT64:
+        raise ValueError(f"its {name} is {short(value):.40}")
+    return value
 
 
-def decode_event(line: str) -> TraceEvent:
-    """The event that a line holds.
-
-    Raises:
-        ValueError: if the line is not an event.
-    """
-    data = _decode(line)
-    if not isinstance(data, list) or len(data) != 11:
-        raise ValueError("it is not a list of 11 fields")
-    kind, name, category, unit, nbytes, start_ns, end_ns, step, thread, value, args = data
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"unknown kind {short(kind):.40}")
-    if not (isinstance(name, str) and isinstance(category, str) and isinstance(unit, str)):
-        raise ValueError("name, category and unit must be text")
-    if not (_is_count(nbytes) and _is_count(start_ns) and _is_count(end_ns)):
-        raise ValueError("bytes, start and end must be integers from 0 to 2**63 - 1")
-    if end_ns < start_ns:
-        raise ValueError(f"it ends ({end_ns}) before it starts ({start_ns})")
-    if type(step) is not int or not -_INT64 <= step < _INT64:
-        raise ValueError(f"step is {short(step):.40}")
-    if type(thread) is not int or not 0 <= thread < 2 * _INT64:
-        raise ValueError(f"thread is {short(thread):.40}")
-    number = _number(value)
-    if number is None:
-        raise ValueError(f"value is {short(value):.40}")
-    if args is not None and not isinstance(args, dict):
-        raise ValueError("its attributes are not an object")
-    if not _is_plain(args):
-        raise ValueError(
-            f"its attributes hold a number that is not finite or not below 2**63, or are nested "
-            f"more than {_MAX_DEPTH} deep"
-        )
-    event = TraceEvent(
-        kind,  # type: ignore[arg-type]  # one of the four: checked above
-        name,
-        category,
-        unit,
-        nbytes,
-        args,
-        start_ns,
-        end_ns,
-        number,
-    )
-    event.step = step
-    event.thread = thread
-    return event
+def _list(head: Mapping[str, object], name: str, good: Callable[[object], TypeGuard[T]]) -> list[T]:
+    values = head.get(name)
+    if not isinstance(values, list):
+        raise ValueError(f"its {name} is {short(values):.40}")
+    found: list[T] = []
+    for value in values:
+        if not good(value):
+            raise ValueError(f"one of its {name} is {short(value):.40}")
+        found.append(value)
+    return found
 
 
-def _fields(
-    event: TraceEvent, args: Attributes | None, longest_text: int | None = None
-) -> list[object]:
-    start_ns = _count(event.start_ns)
-    value = _number(event.value)
-    return [
-        event.kind,
-        str(event.name)[:longest_text],
-        str(event.category)[:longest_text],
-        str(event.unit)[:longest_text],
-        _count(event.nbytes),
-        start_ns,
-        max(start_ns, _count(event.end_ns)),
-        max(-_INT64, min(int(event.step), _INT64 - 1)),
-        event.thread,
-        value if value is not None and math.isfinite(value) else str(value or "nan"),
-        args,
-    ]
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
 
 
-def _is_plain(value: object, depth: int = 0) -> bool:
-    """Whether a file may hold this as it is: JSON, with numbers and depths that all can take."""
-    if value is None or isinstance(value, (str, bool)):
-        return True
-    if isinstance(value, int):
-        return -_INT64 <= value < _INT64
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if depth > _MAX_DEPTH:
-        return False
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(value[key], depth + 1) for key in value)
-    return isinstance(value, list) and all(_is_plain(item, depth + 1) for item in value)
-
-
-def _plain_mapping(args: Attributes | None) -> Attributes | None:
-    return None if args is None else {_text(key): _plain(args[key]) for key in args}
-
-
-def _plain(value: object, depth: int = 0) -> object:
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, int) and -_INT64 <= value < _INT64:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if depth < _MAX_DEPTH:
-        if isinstance(value, Mapping):
-            return {_text(key): _plain(value[key], depth + 1) for key in value}
-        if isinstance(value, (list, tuple)):
-            return [_plain(item, depth + 1) for item in value]
-    return _text(value)
-
-
-def _text(value: object) -> str:
-    try:
-        return str(value)
-    except Exception:  # whatever a foreign __str__ does, the other events are worth keeping
-        return f"<{type(value).__name__}>"
-
-
-def _number(value: object) -> float | None:
-    """What the field `value` of an event holds, or None if that is no number."""
-    if isinstance(value, str):
-        return float(value) if value in _NOT_FINITE else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _count(value: float) -> int:
-    """The nearest integer that a reader takes for a time or a size."""
-    return max(0, min(int(value), _INT64 - 1))
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _INT64
+def _is_thread(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2 * _INT64
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+# ASCII, so a lone surrogate in a name stays an escape and a line stays a line.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _decoder = json.JSONDecoder(parse_constant=_no_constant)
 
 
-def _decode(line: str) -> object:
+def _decode(line: bytes) -> object:
     try:
-        return _decoder.decode(line)
+        return _decoder.decode(line.decode("ascii"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} of it is not ASCII") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"it is not JSON: {error.msg} at column {error.colno}") from None

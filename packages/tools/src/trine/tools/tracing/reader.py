@@ -1,7 +1,8 @@
 """Read the files that recorders wrote, believing nothing in them unchecked.
 
-Every way in which a file can be wrong ends in a `TraceFileError` that names the file,
-the line and the fault.
+Every way in which a file can be wrong ends in a `TraceFileError` that names the file, the
+record and the fault. One way is none: the file of a process that was killed, which ends
+without an end, or within a record. It is read up to its last whole record.
 """
 
 from __future__ import annotations
@@ -10,19 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from trine.core.tracing import TraceEvent
 from trine.tools.errors import TraceFileError
 from trine.tools.text import printable
-from trine.tools.tracing.rank_file import (
-    MAX_LINE_BYTES,
-    Header,
-    decode_event,
-    decode_header,
-)
+from trine.tools.tracing.events import Events
+from trine.tools.tracing.rank_file import MAX_HEAD_BYTES, Decoder
+from trine.tools.tracing.schema import ClockReading, End, Header
 
 __all__ = ["MAX_FILE_BYTES", "RankTrace", "rank_files", "read_rank_file", "read_traces"]
 
-MAX_FILE_BYTES: Final = 4 << 30
+MAX_FILE_BYTES: Final = 16 << 30
 
 
 @dataclass(frozen=True)
@@ -33,10 +30,16 @@ class RankTrace:
         header: where and when.
         events: in the order in which they were reported, which is that of their ends
             on each thread.
+        dropped: how many events did not fit.
+        readings: how far the rank's clock was from rank 0's, in the order of time.
+        end: how the recording ended; None if its process was killed.
     """
 
     header: Header
-    events: list[TraceEvent]
+    events: Events
+    dropped: int = 0
+    readings: tuple[ClockReading, ...] = ()
+    end: End | None = None
 
 
 def read_traces(path: Path) -> list[RankTrace]:
@@ -53,7 +56,7 @@ def read_traces(path: Path) -> list[RankTrace]:
     found = rank_files(path)
     if not found:
         raise TraceFileError(
-            f"{_name(path)} holds no traces. Expected files named trace-rank00000.jsonl and so "
+            f"{_name(path)} holds no traces. Expected files named trace-rank00000.trine and so "
             "on, as a Recorder writes them."
         )
     traces: dict[int, RankTrace] = {}
@@ -80,7 +83,7 @@ def read_traces(path: Path) -> list[RankTrace]:
 
 def rank_files(path: Path) -> list[Path]:
     """The files that hold the traces of a run: those of its folder, or the one given."""
-    return sorted(path.glob("trace-rank*.jsonl")) if path.is_dir() else [path]
+    return sorted(path.glob("trace-rank*.trine")) if path.is_dir() else [path]
 
 
 def read_rank_file(path: Path) -> RankTrace:
@@ -110,42 +113,40 @@ def read_rank_file(path: Path) -> RankTrace:
 
 
 def _read(path: Path, file: BinaryIO) -> RankTrace:
-    header: Header | None = None
-    events: list[TraceEvent] = []
+    decoder = Decoder()
     number = 0
-    while raw := file.readline(MAX_LINE_BYTES + 1):
+    while line := file.readline(MAX_HEAD_BYTES + 1):
         number += 1
-        if len(raw) > MAX_LINE_BYTES:
-            raise _bad_line(path, number, f"it is longer than {MAX_LINE_BYTES} bytes")
-        if not raw.endswith(b"\n") and header is not None:
-            break  # cut off in the middle of an event: told below, with the counts
+        if not line.endswith(b"\n"):
+            if decoder.header is not None and len(line) <= MAX_HEAD_BYTES:
+                break  # the process was killed as it wrote this
+            fault = f"its line does not end within {MAX_HEAD_BYTES} bytes"
+            raise _bad_record(path, number, fault)
         try:
-            line = raw.decode("utf-8")
-            if header is None:
-                header = decode_header(line)
-            else:
-                events.append(decode_event(line))
-        except UnicodeDecodeError as error:
-            raise _bad_line(path, number, f"byte {error.start + 1} of it is not UTF-8") from error
+            what, head, nbytes = decoder.head(line)
+            body = bytearray(nbytes)
+            if file.readinto(body) != nbytes:  # type: ignore[attr-defined]  # typeshed lacks it
+                break
+            decoder.take(what, head, body)
         except ValueError as error:
-            raise _bad_line(path, number, str(error)) from error
-    if header is None:
+            raise _bad_record(path, number, str(error)) from error
+    if decoder.header is None:
         raise TraceFileError(f"{_name(path)} is empty.")
-    if len(events) != header.events:
-        fault = "ends early" if len(events) < header.events else "has too many lines"
-        raise TraceFileError(
-            f"{_name(path)} {fault}: its header announces {header.events} events, and it holds "
-            f"{len(events)}. Copy it again from where it was recorded."
-        )
-    return RankTrace(header, events)
+    return RankTrace(
+        decoder.header,
+        Events.join(decoder.runs, decoder.texts, decoder.threads),
+        decoder.dropped,
+        tuple(decoder.readings),
+        decoder.end,
+    )
 
 
 def _name(path: Path) -> str:
     return printable(str(path))
 
 
-def _bad_line(path: Path, number: int, fault: str) -> TraceFileError:
-    return TraceFileError(f"{_name(path)} cannot be read, line {number}: {printable(fault)}.")
+def _bad_record(path: Path, number: int, fault: str) -> TraceFileError:
+    return TraceFileError(f"{_name(path)} cannot be read, record {number}: {printable(fault)}.")
 
 
 def _unreadable(path: Path, error: OSError) -> TraceFileError:

@@ -18,7 +18,8 @@ from typing import Final
 
 from trine.core.tracing import TraceEvent
 from trine.tools.errors import TraceFileError
-from trine.tools.tracing.rank_file import Header, encode_event, encode_header, rank_file_name
+from trine.tools.tracing.rank_file import RUN_EVENTS, Encoder, rank_file_name
+from trine.tools.tracing.schema import Header
 from trine.tools.tracing.write import written_beside
 
 __all__ = ["DEFAULT_CAPACITY", "Recorder"]
@@ -54,7 +55,7 @@ class Recorder:
         ...         pass
         ...     tracing.remove_sink(recorder)
         ...     recorder.close().name
-        'trace-rank00000.jsonl'
+        'trace-rank00000.trine'
     """
 
     def __init__(
@@ -90,12 +91,15 @@ class Recorder:
         if self._closed:
             return self.path
         events = list(self._events)
-        header = self._header(events=len(events), dropped=self._tick() - 1 - len(events))
+        dropped = self._tick() - 1 - len(events)
+        encoder = Encoder()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with written_beside(self.path) as file:
-                file.write(encode_header(header) + "\n")
-                file.writelines(encode_event(event) + "\n" for event in events)
+                file.write(encoder.header(self._header()))
+                for first in range(0, len(events), RUN_EVENTS):
+                    file.write(encoder.events(events[first : first + RUN_EVENTS], dropped))
+                file.write(encoder.end(dropped, "closed"))
         except OSError as error:
             raise TraceFileError(
                 f"The trace of rank {self._rank} cannot be written to {self.path}: "
@@ -105,7 +109,7 @@ class Recorder:
         self._events.clear()
         return self.path
 
-    def _header(self, *, events: int, dropped: int) -> Header:
+    def _header(self) -> Header:
         before = perf_counter_ns()
         unix_ns = time_ns()
         after = perf_counter_ns()
@@ -120,8 +124,6 @@ class Recorder:
             torch=version("torch"),
             perf_counter_ns=(before + after) // 2,
             unix_ns=unix_ns,
-            events=events,
-            dropped=dropped,
         )
 
 

@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 __all__ = ["written_beside"]
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[TextIO]:
-    """A text file that takes the name `path` when the block ends without an error.
+def written_beside(path: Path) -> Iterator[BinaryIO]:
+    """A file of bytes that takes the name `path` when the block ends without an error.
 
     Until then it has another name in the same folder; after an error it is gone and
     whatever was at `path` is untouched.
@@ -22,7 +22,7 @@ def written_beside(path: Path) -> Iterator[TextIO]:
     partial.unlink(missing_ok=True)
     try:
         # "x" opens nothing that exists, so a planted link cannot lead elsewhere.
-        with partial.open("x", encoding="utf-8", newline="\n") as file:
+        with partial.open("xb") as file:
             yield file
         partial.replace(path)
     except BaseException:
