@@ -139,13 +139,13 @@ def test_a_damaged_trace_is_one_line_and_status_1(
     run_folder: Path, tmp_path: Path, command: str
 ) -> None:
     damaged = run_folder / "trace-rank00001.trine"
-    damaged.write_bytes(damaged.read_bytes()[:-20])
+    damaged.write_bytes(damaged.read_bytes().replace(b'"record":"end"', b'"record": end'))
     more: list[str | Path] = ["--out", tmp_path / "out.json"] if command == "merge" else []
 
     result = trine("trace", command, run_folder, *more)
 
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: {damaged} ends early")
+    assert result.stderr.startswith(f"Error: {damaged} cannot be read, record 3: it is not JSON")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "out.json").exists()
 

@@ -3,10 +3,10 @@
 A record is one line of ASCII JSON, at most `MAX_HEAD_BYTES` long, whose `record` says what
 it is and whose `nbytes` how many bytes follow it before the next line. The first is a
 `header`; then come `events` (a run of them, a column after the other, little-endian, in the
-order of `COLUMNS`, then the events' attributes as lines of JSON), `clock` (how far the
+order of `STORED`, then the events' attributes as lines of JSON), `clock` (how far the
 rank's clock was from rank 0's), and at last `end`. Records are appended whole, so a file of
-a process that was killed is readable up to its last whole record. A table of texts grows
-with the runs: each `events` record lists the texts and threads that are new in it.
+a process that was killed is readable up to its last whole record. The tables of texts,
+threads and labels grow with the runs: each `events` record lists what is new in it.
 
 Only the format: opening, naming and renaming files is up to the recorder and the reader.
 Everything decoded here may come from elsewhere, so each number is checked before it is
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from reprlib import repr as short
 from typing import Final, NoReturn, TypeGuard, TypeVar
@@ -26,13 +26,21 @@ from typing import Final, NoReturn, TypeGuard, TypeVar
 import torch
 
 from trine.core.tracing import TraceEvent
-from trine.tools.tracing.events import Columns, EventsBuilder
+from trine.tools.tracing.attributes import MAX_ARGS
+from trine.tools.tracing.columns import (
+    MAX_TABLE_BYTES,
+    MAX_TEXT,
+    Columns,
+    ColumnsBuilder,
+    Label,
+    Texts,
+)
 from trine.tools.tracing.schema import (
-    COLUMNS,
     DTYPES,
     KINDS,
+    LABEL,
     REASONS,
-    TEXT_COLUMNS,
+    STORED,
     VERSION,
     ClockReading,
     End,
@@ -53,16 +61,17 @@ __all__ = [
 T = TypeVar("T")
 
 FORMAT: Final = "trine-trace"
-MAX_HEAD_BYTES: Final = 64 << 20
-MAX_RUN_BYTES: Final = 1 << 30
+MAX_HEAD_BYTES: Final = 2 * MAX_TABLE_BYTES
+MAX_RUN_BYTES: Final = 128 << 20
 RUN_EVENTS: Final = 4096
-"""How many events an encoder should be given at a time."""
+"""How many events an encoder is given at a time at most."""
 
 _INT64: Final = 1 << 63
 _MAX_RANKS: Final = 1 << 24
-_ROW_BYTES: Final = sum(array(code).itemsize for code in COLUMNS.values())
+_ROW_BYTES: Final = sum(array(code).itemsize for code in STORED.values())
 
-assert sum(DTYPES[code].itemsize for code in COLUMNS.values()) == _ROW_BYTES
+assert sum(DTYPES[code].itemsize for code in STORED.values()) == _ROW_BYTES
+assert RUN_EVENTS * (_ROW_BYTES + MAX_ARGS + 1) <= MAX_RUN_BYTES
 
 
 def rank_file_name(rank: int) -> str:
@@ -71,41 +80,56 @@ def rank_file_name(rank: int) -> str:
 
 
 class Encoder:
-    """Makes the records of one file, which are to be written in the order they are made."""
+    """Makes the records of one file, which are to be written in the order they are made.
+
+    Attributes:
+        held: how many events are in the records made so far.
+    """
 
     def __init__(self) -> None:
-        self._builder = EventsBuilder()
+        self._builder = ColumnsBuilder()
         self._texts = 1  # of the table, so many are in the file; the empty text need not be
         self._threads = 0
-        self._events = 0
+        self._labels = 0
+        self.held = 0
 
     def header(self, header: Header) -> bytes:
         """The first record."""
         return _record("header", {"format": FORMAT, "version": VERSION, **asdict(header)})
 
-    def events(self, events: list[TraceEvent], dropped: int) -> bytes:
+    def events(self, events: Sequence[TraceEvent], dropped: int) -> bytes:
         """The record of a run of events.
 
         Args:
-            events: the events; `RUN_EVENTS` of them are a good number.
+            events: at most `RUN_EVENTS`.
             dropped: how many have not fitted since the recording began.
         """
-        columns = self._builder.columns(events)
-        texts = list(self._builder.texts.places)[self._texts :]
-        threads = list(self._builder.threads)[self._threads :]
-        self._texts += len(texts)
-        self._threads += len(threads)
-        self._events += columns.count
-        body = b"".join(_little_endian(values) for values in columns.fields.values())
-        args = "".join(f"{text}\n" for text in columns.args).encode("ascii")
-        head = {
-            "count": columns.count,
-            "args": len(columns.args),
-            "dropped": dropped,
-            "texts": texts,
-            "threads": threads,
+        columns = self._builder.run(events)
+        self.held += columns.count
+        body = [_little_endian(values) for values in columns.fields.values()]
+        head = {"count": columns.count, "args": columns.lines, "dropped": dropped}
+        return _record("events", head | self._news(), b"".join((*body, columns.args)))
+
+    def tables(self, dropped: int) -> bytes:
+        """A record without events that has all that earlier ones put into the tables.
+
+        After a header it stands for the records before it, which may then be left out:
+        `held` is to be set to what remains.
+        """
+        self._texts, self._threads, self._labels = 1, 0, 0
+        return _record("events", {"count": 0, "args": 0, "dropped": dropped} | self._news())
+
+    def _news(self) -> dict[str, object]:
+        built = self._builder
+        news: dict[str, object] = {
+            "texts": built.texts[self._texts :],
+            "threads": built.threads[self._threads :],
+            "labels": built.labels[self._labels :],
         }
-        return _record("events", head, body + args)
+        self._texts = len(built.texts)
+        self._threads = len(built.threads)
+        self._labels = len(built.labels)
+        return news
 
     def clock(self, reading: ClockReading) -> bytes:
         """The record of a reading of the clocks."""
@@ -113,7 +137,7 @@ class Encoder:
 
     def end(self, dropped: int, reason: Reason) -> bytes:
         """The last record."""
-        return _record("end", asdict(End(self._events, dropped, reason)))
+        return _record("end", asdict(End(self.held, dropped, reason)))
 
 
 class Decoder:
@@ -124,6 +148,7 @@ class Decoder:
         runs: the events.
         texts: the table of texts.
         threads: identifiers of threads.
+        labels: what events have in common.
         readings: of the clocks, in their order.
         end: None until there is one.
         dropped: how many events did not fit, as last told.
@@ -132,8 +157,10 @@ class Decoder:
     def __init__(self) -> None:
         self.header: Header | None = None
         self.runs: list[Columns] = []
-        self.texts = [""]
+        self.texts = Texts()
         self.threads: list[int] = []
+        self.labels: list[Label] = []
+        self._table_bytes = 0
         self.readings: list[ClockReading] = []
         self.end: End | None = None
         self.dropped = 0
@@ -196,41 +223,55 @@ class Decoder:
     def _take_events(self, head: Mapping[str, object], body: bytearray) -> None:
         count, lines = _int(head, "count", 0), _int(head, "args", 0)
         self.dropped = _int(head, "dropped", 0)
-        self.texts += _list(head, "texts", _is_text)
-        self.threads += _list(head, "threads", _is_thread)
+        self._take_tables(head)
         if count > len(body) // _ROW_BYTES:
             raise ValueError(f"it announces {count} events in {len(body)} bytes")
-        run = Columns(count, {}, [])
+        fields: dict[str, array[int] | array[float]] = {}
         at = 0
         with memoryview(body) as view:
-            for name, code in COLUMNS.items():
+            for name, code in STORED.items():
                 column = array(code)
                 size = count * column.itemsize
                 column.frombytes(view[at : at + size])
                 at += size
                 if sys.byteorder == "big":  # pragma: no cover
                     column.byteswap()
-                run.fields[name] = column
+                fields[name] = column
             args = bytes(view[at:])
         if args and (not args.isascii() or not args.endswith(b"\n")):
             raise ValueError("its attributes are not lines of JSON")
-        run.args.extend(args.decode("ascii").split("\n")[:-1])
-        if len(run.args) != lines:
-            raise ValueError(f"it announces {lines} attributes and holds {len(run.args)}")
+        if (found := args.count(b"\n")) != lines:
+            raise ValueError(f"it announces {lines} attributes and holds {found}")
+        run = Columns(count, fields, args, lines)
         if count:
             self._check(run)
         self.runs.append(run)
 
+    def _take_tables(self, head: Mapping[str, object]) -> None:
+        for text in _list(head, "texts", _is_text):
+            if self.texts.find(text) >= 0:
+                raise ValueError(f"it has the text {short(text):.40} a second time")
+            self.texts.add(text)
+            self._table_bytes += len(text)
+        if self._table_bytes > MAX_TABLE_BYTES:
+            raise ValueError(f"the names of the file are longer than {MAX_TABLE_BYTES} bytes")
+        self.threads += _list(head, "threads", _is_thread)
+        ends = [len(KINDS) if name == "kind" else len(self.texts) for name in LABEL]
+        ends[LABEL.index("thread")] = len(self.threads)
+        for label in _list(head, "labels", _is_label):
+            for name, place, end in zip(LABEL, label, ends, strict=True):
+                if place >= end:
+                    raise ValueError(f"a label has {name} = {place}")
+            self.labels.append(label)
+
     def _check(self, run: Columns) -> None:
         columns = {
             name: torch.frombuffer(run.fields[name], dtype=DTYPES[code])
-            for name, code in COLUMNS.items()
+            for name, code in STORED.items()
         }
         for name, first, end in (
-            ("kind", 0, len(KINDS)),
-            ("thread", 0, len(self.threads)),
-            ("args", -1, len(run.args)),
-            *((name, 0, len(self.texts)) for name in TEXT_COLUMNS),
+            ("label", 0, len(self.labels)),
+            ("args", -1, run.lines),
             *((name, 0, _INT64) for name in ("nbytes", "enqueue_ns", "start_ns", "end_ns")),
             ("sequence", -1, _INT64),
         ):
@@ -306,7 +347,15 @@ def _list(head: Mapping[str, object], name: str, good: Callable[[object], TypeGu
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    return isinstance(value, str)
+    return isinstance(value, str) and len(value) <= MAX_TEXT
+
+
+def _is_label(value: object) -> TypeGuard[Label]:
+    return (
+        isinstance(value, list)
+        and len(value) == len(LABEL)
+        and all(type(place) is int and place >= 0 for place in value)
+    )
 
 
 def _is_thread(value: object) -> TypeGuard[int]:

@@ -7,6 +7,7 @@ without an end, or within a record. It is read up to its last whole record.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -19,7 +20,7 @@ from trine.tools.tracing.schema import ClockReading, End, Header
 
 __all__ = ["MAX_FILE_BYTES", "RankTrace", "rank_files", "read_rank_file", "read_traces"]
 
-MAX_FILE_BYTES: Final = 16 << 30
+MAX_FILE_BYTES: Final = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,11 @@ def read_rank_file(path: Path) -> RankTrace:
 
 def _read(path: Path, file: BinaryIO) -> RankTrace:
     decoder = Decoder()
-    number = 0
+    size = os.fstat(file.fileno()).st_size
+    at = number = 0
     while line := file.readline(MAX_HEAD_BYTES + 1):
         number += 1
+        at += len(line)
         if not line.endswith(b"\n"):
             if decoder.header is not None and len(line) <= MAX_HEAD_BYTES:
                 break  # the process was killed as it wrote this
@@ -124,6 +127,10 @@ def _read(path: Path, file: BinaryIO) -> RankTrace:
             raise _bad_record(path, number, fault)
         try:
             what, head, nbytes = decoder.head(line)
+            # Before memory is taken for it. A record that is not whole is not read either.
+            at += nbytes
+            if at > size:
+                break
             body = bytearray(nbytes)
             if file.readinto(body) != nbytes:  # type: ignore[attr-defined]  # typeshed lacks it
                 break
@@ -131,10 +138,10 @@ def _read(path: Path, file: BinaryIO) -> RankTrace:
         except ValueError as error:
             raise _bad_record(path, number, str(error)) from error
     if decoder.header is None:
-        raise TraceFileError(f"{_name(path)} is empty.")
+        raise TraceFileError(f"{_name(path)} is {'empty' if not number else 'cut in its header'}.")
     return RankTrace(
         decoder.header,
-        Events.join(decoder.runs, decoder.texts, decoder.threads),
+        Events.join(decoder.runs, decoder.texts, decoder.threads, decoder.labels),
         decoder.dropped,
         tuple(decoder.readings),
         decoder.end,

@@ -22,7 +22,9 @@ __all__ = [
     "COLUMNS",
     "DTYPES",
     "KINDS",
+    "LABEL",
     "REASONS",
+    "STORED",
     "TEXT_COLUMNS",
     "VERSION",
     "WELL_KNOWN",
@@ -58,7 +60,34 @@ COLUMNS: Final[dict[str, str]] = {
     "end_ns": "q",
     "value": "d",
 }
-"""The fields of an event and the type code (of `array`) that each is stored with."""
+"""The fields of an event and the type code (of `array`) of each."""
+
+LABEL: Final = (
+    "kind",
+    "name",
+    "category",
+    "unit",
+    "group",
+    "operation",
+    "dtype",
+    "backend",
+    "stream",
+    "thread",
+)
+"""Those in which few of a recording's events differ; each combination is stored once."""
+
+STORED: Final[dict[str, str]] = {
+    "step": "q",
+    "sequence": "q",
+    "nbytes": "q",
+    "enqueue_ns": "q",
+    "start_ns": "q",
+    "end_ns": "q",
+    "value": "d",
+    "label": "i",
+    "args": "i",
+}
+"""What is stored for each event, in this order: the place of its label, and the others."""
 
 TEXT_COLUMNS: Final = (
     "name",
