@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["format_nbytes", "format_ns", "printable"]
+from collections.abc import Iterable
+
+__all__ = ["format_nbytes", "format_ns", "format_ranks", "printable"]
 
 
 def printable(text: str) -> str:
@@ -33,6 +35,22 @@ def format_nbytes(nbytes: float) -> str:
         if abs(nbytes) >= 0.9995 * size:
             return f"{_three_digits(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Which ranks: `rank 3`, or `ranks 0, 2-5`."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = []
+    for run in runs:
+        # Two are no range: "0, 1" reads better than "0-1".
+        parts += [str(rank) for rank in run] if len(run) < 3 else [f"{run[0]}-{run[-1]}"]
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(parts)}"
 
 
 def _three_digits(number: float) -> str:

@@ -1,0 +1,45 @@
+"""What the commands of `trine trace` share: paths as arguments, faults in one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["TracePath", "one_sentence_errors", "require"]
+
+
+class TracePath(click.Path):
+    """A path; an empty one, as an unset variable gives, does not mean the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path; see `click.ParamType.convert`."""
+        if not value:
+            self.fail("a path is expected, and it is empty.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def require(path: Path) -> None:
+    """Check that there is something at the path.
+
+    Raises:
+        click.UsageError: if there is not.
+    """
+    if not path.exists():
+        raise click.UsageError(
+            f"{str(path)!r} does not exist. Expected the folder of a run or the trace of a rank."
+        )
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """Say what is wrong with a file in one sentence, without a traceback."""
+    from trine.core.errors import TrineError
+
+    try:
+        yield
+    except TrineError as error:
+        raise click.ClickException(str(error)) from error
