@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.tools.events import comm, event, rank_trace, step
 from trine.core.tracing import TraceEvent
-from trine.tools.reports import print_summary, summarize, table
+from trine.tools.reports import print_summary, summarize, tables
 from trine.tools.tracing import RankTrace
 
 
@@ -60,7 +60,7 @@ def test_a_terminal_gets_the_same_cells_in_80_columns(monkeypatch: pytest.Monkey
     def terminal(**kwargs: object) -> Console:
         return Console(file=out, width=80, force_terminal=True, color_system=None, highlight=False)
 
-    monkeypatch.setattr(table, "Console", terminal)
+    monkeypatch.setattr(tables, "Console", terminal)
     print_summary(summarize(two_ranks()), out)
 
     shown = out.getvalue().splitlines()
@@ -80,7 +80,7 @@ def test_names_cannot_style_or_steer_the_terminal(monkeypatch: pytest.MonkeyPatc
         return Console(file=out, width=200, force_terminal=True, color_system=None)
 
     plain = printed(trace)
-    monkeypatch.setattr(table, "Console", terminal)
+    monkeypatch.setattr(tables, "Console", terminal)
     print_summary(summarize([trace]), out)
 
     shown = r"[red]a[/red]\x1b[2J\n\u202e[/nonsense]"

@@ -10,6 +10,7 @@ import click
 
 from trine.tools.cli.hang import hang
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require
+from trine.tools.cli.stragglers import stragglers
 
 # The packages that read traces import torch, by way of trine.core. Commands import
 # them when they run, so that `trine --help` need not wait for it.
@@ -70,3 +71,4 @@ def merge(path: Path, out: Path) -> None:
 
 
 trace.add_command(hang)
+trace.add_command(stragglers)

@@ -6,12 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from trine.tools.reports.summary import Summary, UnitSummary
+from trine.tools.reports.tables import print_table
 from trine.tools.text import format_nbytes, format_ns, printable
 
 __all__ = ["print_summary"]
@@ -26,22 +22,10 @@ def print_summary(summary: Summary, file: TextIO | None = None) -> None:
         summary: what to show.
         file: where; standard output if None.
     """
-    file = file or sys.stdout
-    console = Console(file=file, highlight=False)
     lines = _heading(summary)
-    header, rows = _table(summary)
     if not summary.units:
         lines.append("No communication was recorded.")
-    if console.is_terminal:
-        # Text, not markup: names from files must not be able to style anything.
-        console.print(Text("\n".join(lines)))
-        if rows:
-            console.print()
-            console.print(_rich_table(header, rows))
-    else:
-        print("\n".join(lines), file=file)
-        if rows:
-            print("\n" + _plain_table(header, rows), file=file)
+    print_table(lines, *_table(summary), file=file or sys.stdout)
 
 
 def _heading(summary: Summary) -> list[str]:
@@ -123,35 +107,3 @@ def _cells(count: float, time_ns: float, nbytes: float) -> list[str]:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
-
-
-def _rich_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    # The box itself puts a space between columns; more would not fit 80 columns.
-    table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False, header_style="bold")
-    for index, title in enumerate(header):
-        if index == 0:
-            table.add_column(Text(title), overflow="fold", vertical="bottom")
-        else:
-            table.add_column(Text(title), justify="right", no_wrap=True, vertical="bottom")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row), style="bold" if row[0] == "total" else "")
-    return table
-
-
-def _plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    titles = [title.split("\n") for title in header]
-    height = max(len(title) for title in titles)
-    # Titles stand on their last line.
-    columns = [[""] * (height - len(title)) + title for title in titles]
-    for row in rows:
-        for column, cell in zip(columns, row, strict=True):
-            column.append(cell)
-    widths = [max(len(cell) for cell in column) for column in columns]
-    lines = []
-    for index, row in enumerate(zip(*columns, strict=True)):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-        if index == height - 1:
-            lines.append("-" * (sum(widths) + 2 * (len(widths) - 1)))
-    return "\n".join(lines)
