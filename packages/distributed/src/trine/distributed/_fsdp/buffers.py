@@ -16,6 +16,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from trine.core import tracing
+
 __all__ = ["BufferPool"]
 
 
@@ -40,6 +42,9 @@ class BufferPool:
             last two that were returned, which lets gathering and reducing of equal layers
             overlap without a fresh allocation, and does not keep the one of a large layer
             for all of the small ones that follow.
+
+    Attributes:
+        lent_nbytes: bytes of the buffers that somebody has borrowed.
     """
 
     def __init__(self, keep_nbytes: int | None = None) -> None:
@@ -47,10 +52,13 @@ class BufferPool:
         self._last_nbytes = 0
         self._idle: list[_Idle] = []
         self._idle_nbytes = 0
+        self._told_nbytes = 0
+        self.lent_nbytes = 0
 
     def acquire(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous tensor of undefined content, the caller's until `release`."""
         numel = prod(shape)
+        self.lent_nbytes += numel * dtype.itemsize
         for position in range(len(self._idle) - 1, -1, -1):
             idle = self._idle[position]
             if idle.numel == numel and idle.dtype is dtype and idle.device == device:
@@ -79,6 +87,7 @@ class BufferPool:
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back. The caller must not use it, nor a view of it, afterwards."""
         shape, numel, nbytes = buffer.shape, buffer.numel(), buffer.nbytes
+        self.lent_nbytes -= nbytes
         keep = self._keep_nbytes
         if keep is None:
             keep = 2 * max(nbytes, self._last_nbytes)
@@ -97,3 +106,11 @@ class BufferPool:
         """Free what nobody has borrowed."""
         self._idle.clear()
         self._idle_nbytes = 0
+        if tracing.enabled:
+            self.tell_idle()
+
+    def tell_idle(self) -> None:
+        """Report the bytes of idle buffers, if they have changed."""
+        if self._idle_nbytes != self._told_nbytes:
+            self._told_nbytes = self._idle_nbytes
+            tracing.counter("memory.communication", self._idle_nbytes, "mem")

@@ -36,6 +36,7 @@ from trine.distributed._fsdp.torch_internals import (
     dtensor_over,
     local_tensor,
     module_parameters,
+    nbytes_here,
     put_parameters,
     set_local_tensor,
     stands_in,
@@ -375,6 +376,14 @@ class ShardedParam:
             kept.add_(grad)
         else:
             self._kept_grad = kept + grad  # the parameter was cast in between
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of gradients on this rank: whole ones, and rows as buffers hold them, padded."""
+        whole = None if self.unsharded is None else self.unsharded.grad
+        nbytes = sum(nbytes_here(g) for g in (whole, self._kept_grad) if g is not None)
+        rows = self.sharded.grad
+        return nbytes if rows is None else nbytes + self.layout.chunk_numel * rows.dtype.itemsize
 
     def drop_grad(self) -> None:
         """Forget the whole gradient accumulated on this rank."""

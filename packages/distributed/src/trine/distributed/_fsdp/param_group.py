@@ -24,6 +24,7 @@ from trine.distributed._fsdp.collectives import Comm, Pending
 from trine.distributed._fsdp.custom_comm import AllGather, CustomComm, ReduceScatter
 from trine.distributed._fsdp.labels import transfers_for
 from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.memory_counters import MemoryCounters
 from trine.distributed._fsdp.modes import without_grad
 from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.optimizer_steps import StepCount, count_optimizer_steps
@@ -101,8 +102,9 @@ class ParamGroup:
         self._gather: _Gather | None = None
         self._again = again
         self._transfers = transfers_for(comm)
+        self._memory = MemoryCounters(self.params)
         self._reducer = GradReducer(
-            self.params, comm, axes.replicate_group, settings, self._transfers, host
+            self.params, comm, axes.replicate_group, settings, self._transfers, self._memory, host
         )
         self._gathered_at = (-1, -1)
         self._flat: Tensor | None = None
@@ -223,7 +225,7 @@ class ParamGroup:
     def rename(self, name: str) -> None:
         """Take the full name that the module has under its root; parameters follow."""
         prefix = "" if name == "(root)" else f"{name}."
-        self.name = self._transfers.unit = name
+        self.name = self._transfers.unit = self._memory.unit = name
         for param, below in zip(self.params, self._names_below, strict=True):
             param.fqn = prefix + below
 
@@ -290,6 +292,7 @@ class ParamGroup:
             if self._gathered_at == self._now():
                 self._gather = self._gather_again(self._again, start_ns, recalled)
                 self._holds = _Storage.FILLING
+                self._tell_memory()
                 return
             self._again.drop()
         if not recalled:
@@ -319,6 +322,7 @@ class ParamGroup:
             pending = gather()
         self._gather = _Gather(transfer, pending, out, own, recalled)
         self._holds = _Storage.FILLING
+        self._tell_memory()
 
     def _gather_again(self, again: SubgroupGather, start_ns: int, recalled: bool) -> _Gather:
         whole = self._whole_flat
@@ -354,6 +358,7 @@ class ParamGroup:
         if gather.out is not None:
             with tracing.span("copy_out", "mem", self.name):
                 self._whole.resize_(self._whole_nbytes)
+                self._tell_memory()
                 if gather.own is None:
                     self._copy_out(gather.out)
                 else:
@@ -364,6 +369,7 @@ class ParamGroup:
                 param.follow_sharded()
         put_parameters(self._unsharded_places)
         self._holds = _Storage.WHOLE
+        self._tell_memory()
 
     def _copy_out(self, gathered: Tensor) -> None:
         """Lay the rows of all ranks (one of `gathered` for each) into the whole parameters."""
@@ -408,6 +414,7 @@ class ParamGroup:
         self._show_shards()
 
     def _show_shards(self) -> None:
+        self._tell_memory()  # in backward its gradients are there, beside what is to be freed
         if self._fetched is not None:
             self._fetched.synchronize()  # from here on anybody may write to them
             self._fetched = None
@@ -416,6 +423,13 @@ class ParamGroup:
         put_parameters(self._sharded_places)
         self._whole.resize_(0)
         self._holds = _Storage.EMPTY
+        self._tell_memory()
+
+    def _tell_memory(self) -> None:
+        if tracing.enabled and self._flat is not None:
+            piece = 0 if self._again is None else self._again.piece_nbytes
+            whole = self._whole.nbytes() + piece
+            self._memory.tell(self.comm.pool, self._flat.nbytes, whole)
 
     @property
     def is_lent(self) -> bool:
@@ -455,6 +469,7 @@ class ParamGroup:
         self._follow_shown()
         for param in self.params:
             param.keep_grad(self._reduce_dtype)
+        self._tell_memory()
 
     def _follow_shown(self) -> None:
         """Know which parameters are trained, also if a user chose it while they were whole."""
@@ -484,7 +499,9 @@ class ParamGroup:
         """
         if self._flat is not None:
             self._follow_shown()
+            self._tell_memory()
             self._reducer.start(self._reduce_dtype)
+            self._tell_memory()
 
     def finish_reduce(self) -> bool:
         """Wait for the reduction's collective; hand out the gradients if it was the last.
@@ -492,7 +509,9 @@ class ParamGroup:
         Returns:
             False if another collective follows, which has been started.
         """
-        return self._reducer.advance()
+        finished = self._reducer.advance()
+        self._tell_memory()
+        return finished
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop the sharded gradients, or fill them with zeros, whichever face is shown.
@@ -506,6 +525,7 @@ class ParamGroup:
                 param.sharded.grad = None
             elif param.sharded.grad is not None:
                 param.sharded.grad.zero_()
+        self._tell_memory()
 
     def reset(self) -> None:
         """Forget an iteration that broke off: drop its gradients, free what was gathered."""

@@ -36,6 +36,7 @@ from trine.distributed._fsdp.comm_hook import CommHook
 from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.grads import ShardedGrads
 from trine.distributed._fsdp.layout import GroupLayout
+from trine.distributed._fsdp.memory_counters import MemoryCounters
 from trine.distributed._fsdp.modes import without_grad
 from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.param import ShardedParam
@@ -152,6 +153,7 @@ class GradReducer:
         replicate_group: the ranks that hold the same part of other copies, if there are any.
         settings: what the user chose.
         transfers: waits, and reports.
+        memory: reports what buffers take.
         host: where the gradients shall live, if not on the device.
     """
 
@@ -162,6 +164,7 @@ class GradReducer:
         replicate_group: dist.ProcessGroup | None,
         settings: ReduceSettings,
         transfers: Transfers,
+        memory: MemoryCounters,
         host: HostMemory | None = None,
     ) -> None:
         self.comm = comm
@@ -170,6 +173,7 @@ class GradReducer:
         self._replicate_group = None if replicate_group is None else BorrowedGroup(replicate_group)
         self._copies = 1 if replicate_group is None else replicate_group.size()
         self._transfers = transfers
+        self._memory = memory
         self._host = host
         self._plans: dict[tuple[bool, ...], _Plan] = {}
         self._reduction: _Reduction | None = None
@@ -213,6 +217,8 @@ class GradReducer:
         grads.append(plan.marks(used, ranks, dtype, device, self._scale()))
         rows = self.comm.reduce_buffer((ranks, plan.layout.part_numel), dtype, device)
         chunk_cat(grads, ranks, rows)
+        if tracing.enabled:
+            self._memory.tell_buffers(self.comm.pool)
         del grads
         transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)
         pending = self._transfers.start(
@@ -286,6 +292,8 @@ class GradReducer:
         dtype = torch.promote_types(reduction.scatter.dtype, torch.float32)
         device = plan.params[0].device
         summed = self.comm.pool.acquire((plan.layout.part_numel,), dtype, device)
+        if tracing.enabled:
+            self._memory.tell_buffers(self.comm.pool)
         reduction.pending.sum_into(summed, self._scale())
         kept, self._kept = self._kept, None
         if kept is not None:

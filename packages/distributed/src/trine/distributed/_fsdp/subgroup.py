@@ -36,6 +36,11 @@ class SubgroupGather:
         """Whether there is something to gather from."""
         return self._piece is not None
 
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of the piece; 0 if there is none."""
+        return 0 if self._piece is None else self._piece.nbytes
+
     def keep(self, whole: Tensor) -> None:
         """Copy this rank's piece of `whole` (1-D), whose memory may then be freed."""
         self._piece = self._rows(whole)[self.comm.rank].clone()

@@ -34,6 +34,7 @@ __all__ = [
     "hooked",
     "local_tensor",
     "module_parameters",
+    "nbytes_here",
     "of_class",
     "on_backward_reaching",
     "outside_transforms",
@@ -110,6 +111,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
         return tensor.to_local().detach()
     return local
+
+
+def nbytes_here(tensor: Tensor) -> int:
+    """Bytes of what `tensor` holds on this rank, as if it were dense."""
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.dtype.itemsize
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> bool:

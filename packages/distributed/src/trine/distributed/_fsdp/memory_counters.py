@@ -1,0 +1,120 @@
+"""MemoryCounters: what one parameter group tells the tracing seam of its memory.
+
+Counters of category "mem", in bytes and on change: `memory.sharded`, `memory.unsharded`,
+`memory.gradients`, `memory.communication` (buffers that the group has borrowed) and
+`memory.optimizer`, each of a unit. Idle buffers belong to nobody: `memory.communication`
+without a unit. With nobody listening nothing here is called; callers ask `tracing.enabled`.
+
+Note [Order of counters]
+    A reader adds counters up as they come, so two that change together must not add up to
+    more than there ever was: what was given up is told before what was taken.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from trine.core import tracing
+from trine.distributed._fsdp.buffers import BufferPool
+from trine.distributed._fsdp.torch_internals import nbytes_here
+
+__all__ = ["MemoryCounters"]
+
+
+class _Param(Protocol):
+    """What is asked of a sharded parameter."""
+
+    sharded: nn.Parameter
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of its gradients on this rank, whole and sharded ones."""
+
+
+_all: weakref.WeakSet[MemoryCounters] = weakref.WeakSet()
+_lent: weakref.WeakKeyDictionary[BufferPool, int] = weakref.WeakKeyDictionary()
+"""Bytes of each pool's buffers whose borrowers have been told of."""
+_registered = False
+
+
+class MemoryCounters:
+    """Reports the bytes of one group's tensors.
+
+    Args:
+        params: the group's parameters.
+
+    Attributes:
+        unit: full name of the group's module.
+    """
+
+    def __init__(self, params: Sequence[_Param]) -> None:
+        global _registered
+        self.unit = "(root)"
+        self._params = params
+        self._borrowed = 0
+        self._told: dict[str, int] = {}
+        self._told_when: tuple[object, int] | None = None
+        _all.add(self)
+        if not _registered:
+            _registered = True
+            register_optimizer_step_post_hook(_stepped)
+
+    def tell(self, pool: BufferPool, sharded: int, unsharded: int) -> None:
+        """Report what has changed since the last report.
+
+        Args:
+            pool: where the group's buffers come from.
+            sharded: bytes of this rank's shards.
+            unsharded: bytes of whole parameters, or of pieces kept of them.
+        """
+        self._tell("sharded", sharded)
+        self._tell("unsharded", unsharded)
+        self._tell("gradients", sum(param.grad_nbytes for param in self._params))
+        self.tell_buffers(pool)
+
+    def tell_buffers(self, pool: BufferPool) -> None:
+        """Report communication buffers alone: what was borrowed or returned since the last report.
+
+        Groups take turns, and each reports when it has done something, so a change is its own.
+        """
+        lent = pool.lent_nbytes
+        change = lent - _lent.get(pool, 0)
+        _lent[pool] = lent
+        # Never below 0: what was borrowed before anybody listened was nobody's.
+        self._borrowed = max(self._borrowed + change, 0)
+        # See Note [Order of counters].
+        if change > 0:
+            pool.tell_idle()
+        self._tell("communication", self._borrowed)
+        pool.tell_idle()
+
+    def tell_optimizer(self, optimizer: Optimizer) -> None:
+        """Report the bytes of the state of the group's parameters, if `optimizer` trains them."""
+        states = [state for param in self._params if (state := optimizer.state.get(param.sharded))]
+        if states:
+            tensors = [each for state in states for each in state.values()]
+            found = [nbytes_here(each) for each in tensors if isinstance(each, Tensor)]
+            self._tell("optimizer", sum(found))
+
+    def _tell(self, kind: str, nbytes: int) -> None:
+        # All anew for a sink that was not there before, and in each step: a recording may
+        # begin in any step, and lose its oldest events.
+        when = (tracing.sinks(), tracing.current_step())
+        if when != self._told_when:
+            self._told_when = when
+            self._told.clear()
+        if self._told.get(kind) != nbytes:
+            self._told[kind] = nbytes
+            tracing.counter(f"memory.{kind}", nbytes, "mem", self.unit)
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    if tracing.enabled:
+        for counters in list(_all):
+            counters.tell_optimizer(optimizer)
