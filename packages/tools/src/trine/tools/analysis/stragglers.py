@@ -12,24 +12,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import sqrt
 from statistics import median
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from trine.tools.analysis.arrivals import Arrivals, arrivals
 from trine.tools.analysis.own_time import OwnTime, own_time
+from trine.tools.analysis.spread import TO_SIGMA, Spread
 from trine.tools.tracing.reader import RankTrace
 
 __all__ = ["HostLateness", "RankLateness", "Skew", "Stragglers", "Threshold", "find_stragglers"]
-
-_TO_SIGMA: Final = 1.4826
-"""The median of how far normally distributed numbers lie from their median, to their sigma."""
-
-_MEDIAN_ERROR: Final = 1.2533
-"""How much less sure a median is than a mean, for normally distributed numbers."""
 
 
 @dataclass(frozen=True)
@@ -269,12 +262,11 @@ def _standing_out(
     count, steps = late_ns.shape
     if count < 2 or steps < threshold.min_steps:
         return torch.zeros(count, dtype=torch.bool)
-    spread = (late_ns - medians[:, None]).abs().median(1).values * _TO_SIGMA
-    error = spread * _MEDIAN_ERROR / sqrt(steps)
+    error = torch.tensor([Spread.of(row).error for row in late_ns])
     # Between ranks: the spread of the quicker half, for the slower one may be all stragglers.
     # Of up to four ranks that is nothing, so those are judged by their steps alone.
     middle = medians.median()
-    between = (middle - medians[medians <= middle]).median() * _TO_SIGMA
+    between = (middle - medians[medians <= middle]).median() * TO_SIGMA
     return (
         (medians >= least_ns)
         & (medians > 0)
