@@ -8,15 +8,20 @@ same rounds and taken off. Garbage collection stays on, as it is in training.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import platform
+import shutil
 import statistics
+import tempfile
+import time
 import timeit
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 # torch's profiler announces each start and stop on stderr unless told to be quiet.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -26,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from trine.core import tracing
 from trine.core.tracing import TraceEvent
+from trine.tools.tracing import Recorder
 
 
 class BoundedSink:
@@ -51,6 +57,24 @@ def listening() -> Iterator[None]:
         tracing.remove_sink(SINK)
 
 
+@contextmanager
+def recording() -> Iterator[None]:
+    """trine-tools records to a file; its thread writes meanwhile."""
+    recorder = the_recorder()
+    tracing.add_sink(recorder)
+    try:
+        yield
+    finally:
+        tracing.remove_sink(recorder)
+        time.sleep(0.4)  # what it has left to write must not fall on the next row
+
+
+@functools.cache
+def the_recorder() -> Recorder:
+    """One for all rounds, for the same reason as SINK."""
+    return Recorder(Path(tempfile.mkdtemp()), rank=0, world_size=1)
+
+
 def profiling() -> AbstractContextManager[object]:
     """torch's profiler runs."""
     return profile(activities=[ProfilerActivity.CPU])
@@ -73,7 +97,12 @@ class Row:
     times_ns: list[float] = field(default_factory=list)
 
 
-LISTENERS = {"nobody": quiet, "a sink": listening, "torch's profiler": profiling}
+LISTENERS = {
+    "nobody": quiet,
+    "a sink": listening,
+    "the recorder": recording,
+    "torch's profiler": profiling,
+}
 
 SPAN = "with span('forward', category='compute'): pass"
 TORCHS = "with record_function('forward'): pass"
@@ -87,6 +116,7 @@ def rows() -> list[Row]:
         Row("guarded site", "if tracing.enabled: tracing.instant('saved')", limit_ns=15),
         Row("span", SPAN, limit_ns=200),
         Row("span", SPAN, listener="a sink", limit_ns=600),
+        Row("span", SPAN, listener="the recorder", limit_ns=600),
         Row("span", SPAN, listener="torch's profiler", calls=2_000),
         Row("record_function", TORCHS, calls=5_000),
         Row("record_function", TORCHS, listener="torch's profiler", calls=2_000),
@@ -131,6 +161,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     table = rows()
     measure(table, rounds)
+    shutil.rmtree(the_recorder().close().parent)
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {rounds} rounds")
     print_table(table)
 

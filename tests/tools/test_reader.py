@@ -11,6 +11,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import pytest
 from click.testing import CliRunner
@@ -21,7 +22,7 @@ from tests.tools.events import event, write_rank_file
 from trine.core.tracing import TraceEvent
 from trine.tools.cli import main
 from trine.tools.tracing import TraceFileError, read_rank_file, read_traces, reader
-from trine.tools.tracing.rank_file import MAX_HEAD_BYTES, MAX_RUN_BYTES, RUN_EVENTS
+from trine.tools.tracing.rank_file import MAX_HEAD_BYTES, MAX_RUN_BYTES
 from trine.tools.tracing.schema import LABEL, STORED, WELL_KNOWN
 
 texts = st.text(max_size=20)
@@ -353,15 +354,16 @@ def test_attributes_that_json_cannot_pass_on_become_text(tmp_path: Path) -> None
 
 
 def test_a_file_cut_anywhere_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
-    path = write_rank_file(tmp_path, *(event(f"event {n}", n) for n in range(RUN_EVENTS + 3)))
+    path = write_rank_file(tmp_path, *(event(f"event {n}", n) for n in range(1_500)))
     whole = path.read_bytes()
-    lengths = [len(json.dumps(h, separators=(",", ":"))) + 1 + len(b) for h, b in records_of(path)]
+    records = records_of(path)
+    lengths = [len(json.dumps(h, separators=(",", ":"))) + 1 + len(b) for h, b in records]
     ends = list(accumulate(lengths))
-    held = [0, RUN_EVENTS, RUN_EVENTS + 3, RUN_EVENTS + 3]
+    held = list(accumulate(cast(int, head.get("count", 0)) for head, _ in records))
     assert ends[-1] == len(whole)  # so the ends of records are where they are thought to be
 
-    for records, (end, events) in enumerate(zip(ends[:-1], held, strict=False), 1):
-        for cut in {end, end + 1, end + 30, (end + ends[records]) // 2, ends[records] - 1}:
+    for end, next_end, events in zip(ends, ends[1:], held, strict=False):
+        for cut in {end, end + 1, end + 30, (end + next_end) // 2, next_end - 1}:
             path.write_bytes(whole[:cut])
 
             trace = read_rank_file(path)

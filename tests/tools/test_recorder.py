@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+import trine.tools
 from tests.tools.events import event
 from trine.core import tracing
-from trine.tools.tracing import Recorder, TraceFileError, read_rank_file
+from trine.tools.tracing import (
+    ClockReading,
+    End,
+    Recorder,
+    TraceFileError,
+    growing_file,
+    read_rank_file,
+)
+from trine.tools.tracing import recorder as recorder_module
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Until what another thread does has been done."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_spans_of_the_seam_arrive_in_the_file(tmp_path: Path) -> None:
@@ -32,14 +54,26 @@ def test_spans_of_the_seam_arrive_in_the_file(tmp_path: Path) -> None:
     assert span.thread == threading.get_ident()
 
 
-def test_a_full_recorder_keeps_the_last_events_and_counts_the_others(tmp_path: Path) -> None:
+def test_a_full_ring_keeps_the_last_events_and_counts_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, written = threading.Event(), growing_file._write
+
+    def write(file: int, data: bytes) -> None:
+        assert go_on.wait(60)
+        written(file, data)
+
     recorder = Recorder(tmp_path, rank=0, world_size=1, capacity=3)
+    monkeypatch.setattr(growing_file, "_write", write)  # the disk is slow
+    recorder.record(event("taken", 0))
+    wait_until(lambda: not recorder._events)
 
     for number in range(10):
         recorder.record(event(f"event {number}", number))
+    go_on.set()
     trace = read_rank_file(recorder.close())
 
-    assert [kept.name for kept in trace.events] == ["event 7", "event 8", "event 9"]
+    assert [kept.name for kept in trace.events] == ["taken", "event 7", "event 8", "event 9"]
     assert trace.dropped == 7
 
 
@@ -95,12 +129,137 @@ def test_closing_leaves_only_the_file(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("not a folder")
-    recorder = Recorder(tmp_path / "taken", rank=1, world_size=2)
 
     with pytest.raises(TraceFileError, match="trace of rank 1 cannot be written"):
-        recorder.close()
+        Recorder(tmp_path / "taken", rank=1, world_size=2)
+
+
+def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "trace-rank00000.trine").symlink_to(tmp_path / "precious")
+
+    path = Recorder(tmp_path, rank=0, world_size=1).close()
+
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not path.is_symlink()
+
+
+def test_events_are_in_the_file_while_training_goes_on(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+
+    recorder.record(event("first", 0))
+
+    wait_until(lambda: len(read_rank_file(recorder.path).events) == 1)
+    assert read_rank_file(recorder.path).end is None
+    recorder.close()
+    assert read_rank_file(recorder.path).end == End(1, 0, "closed")
+
+
+def test_a_full_file_keeps_the_last_events_and_counts_the_others(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1, max_bytes=100_000)
+    recorder.add_reading(ClockReading(1, 2, 3))
+
+    for number in range(20_000):
+        recorder.record(event(f"layer {number % 30}", number, args={"number": number}))
+        if number == 10_000:
+            wait_until(lambda: not recorder._events)
+            recorder.add_reading(ClockReading(4, 5, 6))
+    path = recorder.close()
+
+    trace = read_rank_file(path)
+    kept = [(made.args or {})["number"] for made in trace.events]
+    assert path.stat().st_size < 150_000
+    assert len(kept) >= 400  # half of the file at least
+    assert kept == list(range(20_000 - len(kept), 20_000))
+    assert [made.name for made in trace.events][-1] == f"layer {19_999 % 30}"
+    assert trace.dropped == 20_000 - len(kept)
+    assert trace.readings == (ClockReading(1, 2, 3), ClockReading(4, 5, 6))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_said_once_and_leaves_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path, rank=3, world_size=4)
+    recorder.record(event("in time", 0))
+    wait_until(lambda: len(read_rank_file(recorder.path).events) == 1)
+
+    def write(file: int, data: bytes) -> None:
+        os.write(file, data[:20])  # what still fits
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(growing_file, "_write", write)
+    recorder.record(event("too late", 1))
+    wait_until(lambda: "No space left" in caplog.text)
+    for number in range(100):
+        recorder.record(event("x", number))
+    path = recorder.close()
+
+    assert [made.name for made in read_rank_file(path).events] == ["in time"]
+    assert caplog.text.count("The trace of rank 3 is not complete") == 1
+    assert not recorder._events  # memory is given back
+
+
+def test_a_folder_that_vanishes_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "run", rank=0, world_size=1)
+    shutil.rmtree(tmp_path / "run")
+
+    recorder.record(event("x", 0))
+    recorder.close()
+
+    assert caplog.text.count("is not complete") == 1
+    assert "No such file or directory" in caplog.text
+
+
+def test_a_disk_that_hangs_does_not_keep_a_process_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(recorder_module, "_CLOSE_S", 0.05)
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+    monkeypatch.setattr(growing_file, "_write", lambda file, data: go_on.wait(60))
+
+    recorder.record(event("x", 0))
+    recorder.close()
+
+    assert "nothing could be written" in caplog.text
+    go_on.set()
+    recorder._thread.join()
+
+
+def test_what_is_no_event_does_not_take_others_with_it(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+
+    recorder.record(event("before", 0))
+    recorder.record("not an event")  # type: ignore[arg-type]  # what a careless caller does
+    recorder.record(event("after", 1))
+    trace = read_rank_file(recorder.close())
+
+    assert [made.name for made in trace.events] == ["before", "after"]
+    assert trace.dropped == 1
+
+
+def test_the_header_has_settings_and_no_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("TRINE_API_TOKEN", "very secret")
+    monkeypatch.setenv("HOME", "/home/somebody")
+
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+
+    environment = read_rank_file(recorder.close()).header.environment
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert environment["torch threads"] == str(torch.get_num_threads())
+    assert environment["trine-tools"] == trine.tools.__version__
+    assert "secret" not in str(environment)
+    assert "HOME" not in environment
 
 
 def test_attributes_that_json_does_not_know_do_not_lose_the_trace(tmp_path: Path) -> None:

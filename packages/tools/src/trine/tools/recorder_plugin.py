@@ -8,11 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from trine.core.recording import Report
-from trine.tools.errors import TraceFileError
 from trine.tools.reports import print_summary, summarize
 from trine.tools.tracing import Recorder, merge
-from trine.tools.tracing.rank_file import rank_file_name
-from trine.tools.tracing.reader import rank_files
+from trine.tools.tracing.run_folder import remove_other_worlds
 
 __all__ = ["finish", "open"]
 
@@ -20,26 +18,15 @@ __all__ = ["finish", "open"]
 def open(directory: Path, *, rank: int, world_size: int) -> Recorder:
     """Start the recording of one rank; install what is returned with `add_sink`.
 
-    What an earlier run left in the folder under this rank's name is deleted, and by
-    rank 0 also what a larger world left: `finish` must not mix two runs.
+    What an earlier run left in the folder under this rank's name is replaced, and rank 0
+    deletes what a larger world left: `finish` must not mix two runs.
 
     Raises:
         TraceFileError: if the folder cannot be made or written to.
     """
     recorder = Recorder(directory, rank=rank, world_size=world_size)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        recorder.path.unlink(missing_ok=True)
-        if rank == 0:
-            ours = {rank_file_name(other) for other in range(world_size)}
-            for file in rank_files(directory):
-                # Files of this world are left to their ranks, which may be done already.
-                if file.name not in ours:
-                    file.unlink(missing_ok=True)
-    except OSError as error:
-        raise TraceFileError(
-            f"Traces cannot be written to {directory}: {error.strerror or error}."
-        ) from error
+    if rank == 0:
+        remove_other_worlds(directory, world_size)
     return recorder
 
 
