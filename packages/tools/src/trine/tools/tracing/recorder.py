@@ -55,9 +55,9 @@ class Recorder:
     """A trace sink that writes the last events to one file per rank, as they come.
 
     Its thread writes several times a second, so a process that is killed leaves all but
-    the last quarter of a second. When the file is full its older half is left out: the end of a run is
-    what one looks for. A crash, a hang and the steady state are all there, and the first
-    steps, which warm up, are the ones to lose. What was lost is counted.
+    the last quarter of a second. When the file is full its older half is left out: the end
+    of a run is what one looks for. A crash, a hang and the steady state are all there, and
+    the first steps, which warm up, are the ones to lose. What was lost is counted.
 
     Once it is made, nothing that goes wrong with the file disturbs the training: it is said
     once in the log, and recording ends.
