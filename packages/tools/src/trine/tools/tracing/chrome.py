@@ -1,7 +1,6 @@
 """Write traces as Chrome trace JSON, for ui.perfetto.dev and chrome://tracing.
 
-One process per rank. Its first lane is the thread that trains; other threads follow,
-then one lane per kind of asynchronous work, or several where such work overlaps.
+One process per rank, one thread of it per lane.
 
 Note [Ranks in order]: Perfetto ignores `process_sort_index` in this format. It draws
 processes by falling number of slices, and equal ones under one name in the order in which
@@ -10,16 +9,14 @@ later one is filled up with instants in a lane of its own. Perfetto takes metada
 at time 0 and may look at an event of that time first, which would put its rank in front;
 the first event is therefore at 1 us.
 
-Note [Lanes]: slices of one lane must be nested or apart; the format has no way to say
-anything else, and viewers drop what overlaps. Lanes are drawn by rising thread number,
-but a thread whose number is that of its process comes first.
+Note [Lanes]: lanes are drawn by rising thread number, but a thread whose number is that of
+its process comes first.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -28,6 +25,7 @@ from trine.core.tracing import TraceEvent
 from trine.tools.errors import TraceFileError
 from trine.tools.text import printable
 from trine.tools.tracing.clock import align
+from trine.tools.tracing.lanes import lanes_of
 from trine.tools.tracing.reader import RankTrace
 from trine.tools.tracing.write import written_beside
 
@@ -35,7 +33,6 @@ __all__ = ["write_timeline"]
 
 Json = dict[str, object]
 
-_FIRST_ASYNC: Final = ("all_gather", "reduce_scatter")
 _FIRST_EVENT_NS: Final = 1_000  # see Note [Ranks in order]
 
 
@@ -75,9 +72,9 @@ def _timeline(traces: Sequence[RankTrace]) -> Iterator[Json]:
     alignment = align(traces)
     origin_ns = min(
         (
-            event.start_ns + alignment.offset_ns[trace.header.rank]
+            int(trace.events.start_ns.min()) + alignment.offset_ns[trace.header.rank]
             for trace in traces
-            for event in trace.events
+            if len(trace.events)
         ),
         default=0,
     )
@@ -101,30 +98,22 @@ def _timeline(traces: Sequence[RankTrace]) -> Iterator[Json]:
 def _rank_timeline(
     trace: RankTrace, shift_ns: int, padding: int, tids: Iterator[int]
 ) -> Iterator[Json]:
-    rank = trace.header.rank
-    threads, asyncs = _by_thread(trace.events), _by_async_name(trace.events)
-    lanes: list[tuple[str, list[TraceEvent]]] = []
-    for index, events in enumerate(threads):
-        label = f"thread {index + 1}" if index else "main"
-        lanes += _numbered(label, _lanes(events, nested=True))
-    for name, events in asyncs.items():
-        lanes += _numbered(name, _lanes(events, nested=False))
-    for index, (label, events) in enumerate(lanes):
+    rank, events = trace.header.rank, trace.events
+    for index, lane in enumerate(lanes_of(events)):
         tid = next(tids) if index else rank
-        yield from _thread_metadata(label, rank, tid)
-        for event in events:
+        yield from _thread_metadata(lane.label, rank, tid)
+        for event in events.where(lane.places):
             yield _slice(event, rank, tid, shift_ns)
-    for event in trace.events:
-        # JSON has no word for NaN and infinity, and a curve has no place for them.
-        if event.kind == "counter" and math.isfinite(event.value):
-            yield {
-                "ph": "C",
-                "name": _label(event),
-                "cat": event.category,
-                "pid": rank,
-                "ts": (event.start_ns + shift_ns) / 1000,
-                "args": {"value": event.value},
-            }
+    # JSON has no word for NaN and infinity, and a curve has no place for them.
+    for event in events.where(events.is_kind("counter") & events.value.isfinite()):
+        yield {
+            "ph": "C",
+            "name": _label(event),
+            "cat": event.category,
+            "pid": rank,
+            "ts": (event.start_ns + shift_ns) / 1000,
+            "args": {"value": event.value},
+        }
     if padding:
         tid = next(tids)
         yield from _thread_metadata("filler (keeps ranks in order)", rank, tid)
@@ -145,65 +134,10 @@ def _padding(traces: Sequence[RankTrace]) -> list[int]:
     paddings: list[int] = []
     needed = 0
     for trace in reversed(traces):
-        own = sum(event.kind != "counter" for event in trace.events)
+        own = int((~trace.events.is_kind("counter")).sum())
         needed = max(needed, own)
         paddings.append(needed - own)
     return paddings[::-1]
-
-
-def _by_thread(events: Iterable[TraceEvent]) -> list[list[TraceEvent]]:
-    """Spans and instants by the thread that reported them, the one that trains first."""
-    threads: dict[int, list[TraceEvent]] = {}
-    for event in events:
-        if event.kind in ("span", "instant"):
-            threads.setdefault(event.thread, []).append(event)
-    return sorted(
-        threads.values(),
-        key=lambda own: (
-            not any(event.category == "step" for event in own),
-            min(event.start_ns for event in own),
-        ),
-    )
-
-
-def _by_async_name(events: Iterable[TraceEvent]) -> dict[str, list[TraceEvent]]:
-    names: dict[str, list[TraceEvent]] = {name: [] for name in _FIRST_ASYNC}
-    for event in events:
-        if event.kind == "async":
-            names.setdefault(event.name, []).append(event)
-    return {name: own for name, own in names.items() if own}
-
-
-def _lanes(events: Iterable[TraceEvent], *, nested: bool) -> list[list[TraceEvent]]:
-    """Spread events over as few lanes as it takes; see Note [Lanes].
-
-    Args:
-        events: of one thread, or of one kind of asynchronous work.
-        nested: whether one may lie within another, as calls do.
-    """
-    lanes: list[list[TraceEvent]] = []
-    open_ends: list[list[int]] = []  # per lane, ends of what is open, innermost last
-    for event in sorted(events, key=lambda event: (event.start_ns, -event.end_ns)):
-        for ends in open_ends:
-            while ends and ends[-1] <= event.start_ns:
-                ends.pop()
-        free = (
-            index
-            for index, ends in enumerate(open_ends)
-            if not ends or (nested and event.end_ns <= ends[-1])
-        )
-        index = next(free, len(lanes))
-        if index == len(lanes):
-            lanes.append([])
-            open_ends.append([])
-        lanes[index].append(event)
-        open_ends[index].append(event.end_ns)
-    return lanes
-
-
-def _numbered(label: str, lanes: list[list[TraceEvent]]) -> Iterator[tuple[str, list[TraceEvent]]]:
-    for index, lane in enumerate(lanes):
-        yield (f"{label} ({index + 1})" if index else label), lane
 
 
 def _slice(event: TraceEvent, pid: int, tid: int, shift_ns: int) -> Json:

@@ -1,0 +1,267 @@
+"""Write traces as Perfetto protobuf, for ui.perfetto.dev and the trace processor.
+
+One track per rank, in the order of ranks: `child_ordering` and `sibling_order_rank` say so,
+which the Chrome format has no working way to do. It holds what the thread that trains did, so
+that this is seen while the tracks below it, one per lane and counter, are folded. Slices of the
+same collective are joined by a flow, whose arrows lead from the rank that started first to
+the one that started last.
+
+The field numbers are those of `protos/perfetto/trace` in Perfetto's repository.
+
+Note [One lane after the other]: packets need not come in the order of time, readers sort
+them. Those of equal time keep the order of the file, so within a lane the end of a slice
+stands before the begin of the next, and that of an inner one before that of its outer one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trine.tools.errors import TraceFileError
+from trine.tools.text import printable
+from trine.tools.tracing.clock import align
+from trine.tools.tracing.events import Events
+from trine.tools.tracing.lanes import lanes_of
+from trine.tools.tracing.protobuf import double, fixed64, integer, message, text, varint
+from trine.tools.tracing.reader import RankTrace
+from trine.tools.tracing.schema import KINDS
+from trine.tools.tracing.write import written_beside
+
+__all__ = ["write_perfetto"]
+
+# Fields of Trace, TracePacket, TrackDescriptor and so on, by the name of their message.
+_packet = partial(message, 1)
+_SEQUENCE, _TRACK_EVENT, _INTERNED, _FLAGS, _DESCRIPTOR = 10, 11, 12, 13, 60
+_UUID, _NAME, _PARENT, _COUNTER, _CHILD_ORDERING, _ORDER_RANK, _DESCRIPTION = 1, 2, 5, 8, 11, 12, 14
+_CATEGORY, _ANNOTATION, _TYPE, _NAME_IID, _TRACK, _VALUE, _FLOW = 3, 4, 9, 10, 11, 44, 47
+_BEGIN, _END, _INSTANT, _COUNT = 1, 2, 3, 4
+_EXPLICIT: Final = 3
+_CLEARED, _NEEDED = 1, 2
+_SIZE_BYTES: Final = 3
+
+# Tables of strings of a sequence, by their field in InternedData.
+_CATEGORIES, _NAMES, _ANNOTATION_NAMES = 1, 2, 3
+
+_ROOT: Final = 1
+_PART: Final = 1 << 15
+_LABEL: Final = ("kind", "name", "category", "unit", "group", "operation", "dtype", "backend")
+_FURTHER: Final = ("start_ns", "end_ns", "step", "sequence", "nbytes", "args")
+_INSTANT_KIND, _ASYNC_KIND = KINDS.index("instant"), KINDS.index("async")
+_MAX_SEQUENCE: Final = (1 << 40) - 1
+
+
+def write_perfetto(traces: Sequence[RankTrace], out: Path) -> None:
+    """Write the timeline of all ranks to one file of Perfetto's format.
+
+    Args:
+        traces: in the order of their ranks, as `read_traces` returns them.
+        out: replaced if it exists, once the new file is complete.
+
+    Raises:
+        TraceFileError: if it cannot be written.
+    """
+    try:
+        with written_beside(out) as file:
+            for packet in _packets(traces):
+                file.write(packet)
+    except OSError as error:
+        raise TraceFileError(
+            f"The timeline cannot be written to {printable(str(out))}: {error.strerror or error}."
+        ) from error
+
+
+def _packets(traces: Sequence[RankTrace]) -> Iterator[bytes]:
+    alignment = align(traces)
+    offsets = alignment.offset_ns
+    origin_ns = min(
+        (
+            int(trace.events.start_ns.min()) + offsets[trace.header.rank]
+            for trace in traces
+            if len(trace.events)
+        ),
+        default=0,
+    )
+    uuids = count(_ROOT)
+    yield _track(next(uuids), None, 0, "Ranks", description=alignment.note)
+    groups: dict[str, int] = {}  # shared by the ranks, so that flows have the same number
+    for trace in traces:
+        rank = trace.header.rank
+        yield from _Rank(trace, offsets[rank] - origin_ns, uuids, groups).packets()
+
+
+class _Rank:
+    """The packets of one rank: one sequence, with strings interned for it."""
+
+    def __init__(
+        self, trace: RankTrace, shift_ns: int, uuids: Iterator[int], groups: dict[str, int]
+    ) -> None:
+        self._trace = trace
+        self._events = trace.events
+        self._shift_ns = shift_ns
+        self._uuids = uuids
+        self._groups = groups
+        self._common = integer(_SEQUENCE, trace.header.rank + 1) + integer(_FLAGS, _NEEDED)
+        self._interned: dict[tuple[int, str], int] = {}
+        self._new: list[bytes] = []
+        self._labels: dict[tuple[int, ...], tuple[bytes, int]] = {}
+
+    def packets(self) -> Iterator[bytes]:
+        header = self._trace.header
+        own, about = next(self._uuids), f"{header.host}, pid {header.pid}"
+        yield _track(own, _ROOT, header.rank, f"rank {header.rank}", description=about)
+        yield _packet(integer(_SEQUENCE, header.rank + 1) + integer(_FLAGS, _CLEARED))
+        order = count()
+        for index, lane in enumerate(lanes_of(self._events)):
+            uuid = own
+            if index or lane.label != "main":
+                uuid = next(self._uuids)
+                yield _track(uuid, own, next(order), lane.label)
+            yield from self._lane(uuid, lane.places)
+        for label, places in _counters(self._events):
+            uuid = next(self._uuids)
+            nbytes = label.startswith("memory.")
+            yield _track(uuid, own, next(order), label, counter=_SIZE_BYTES if nbytes else 0)
+            yield from self._curve(uuid, places)
+
+    def _lane(self, uuid: int, places: Tensor) -> Iterator[bytes]:
+        """See Note [One lane after the other]."""
+        events = self._events
+        track = integer(_TRACK, uuid)
+        end_rest = self._common + message(_TRACK_EVENT, integer(_TYPE, _END) + track)
+        open_: list[int] = []
+        columns = [getattr(events, name) for name in (*_LABEL, *_FURTHER)]
+        for part in places.split(_PART):
+            lists = [column[part].tolist() for column in columns]
+            labels = zip(*lists[: len(_LABEL)], strict=True)
+            rows = zip(part.tolist(), labels, *lists[len(_LABEL) :], strict=True)
+            packets: list[bytes] = []
+            for place, label, start, end, step, sequence, nbytes, args in rows:
+                start += self._shift_ns
+                while open_ and open_[-1] <= start:
+                    packets.append(_at(open_.pop(), end_rest))
+                fixed, flows = self._labels.get(label) or self._label(label)
+                content = fixed + track
+                if step >= 0:
+                    content += self._number("step", step)
+                if nbytes:
+                    content += self._number("nbytes", nbytes)
+                if sequence >= 0:
+                    content += self._number("seq", sequence)
+                    if flows:
+                        content += fixed64(_FLOW, flows | sequence & _MAX_SEQUENCE)
+                if args >= 0:
+                    content += self._attributes(place)
+                if self._new:
+                    packets.append(_packet(self._common + message(_INTERNED, b"".join(self._new))))
+                    self._new.clear()
+                packets.append(_at(start, self._common + message(_TRACK_EVENT, content)))
+                if label[0] != _INSTANT_KIND:
+                    open_.append(end + self._shift_ns)
+            yield b"".join(packets)
+        while open_:
+            yield _at(open_.pop(), end_rest)
+
+    def _curve(self, uuid: int, places: Tensor) -> Iterator[bytes]:
+        start = integer(_TYPE, _COUNT) + integer(_TRACK, uuid)
+        for part in places.split(_PART):
+            times = (self._events.start_ns[part] + self._shift_ns).tolist()
+            for at, value in zip(times, self._events.value[part].tolist(), strict=True):
+                yield _at(at, self._common + message(_TRACK_EVENT, start + double(_VALUE, value)))
+
+    def _label(self, label: tuple[int, ...]) -> tuple[bytes, int]:
+        """What events of a label have in common, and their flows' high bits, 0 for no flows."""
+        texts = self._events.texts
+        kind, name, category, unit, group, operation, dtype, backend = label
+        shown = f"{texts[name]} {texts[unit]}" if unit else texts[name]
+        content = integer(_TYPE, _INSTANT if kind == _INSTANT_KIND else _BEGIN)
+        content += integer(_NAME_IID, self._iid(_NAMES, shown))
+        if category:
+            content += integer(_CATEGORY, self._iid(_CATEGORIES, texts[category]))
+        for key, place in (
+            ("unit", unit),
+            ("group", group),
+            ("op", operation),
+            ("dtype", dtype),
+            ("backend", backend),
+        ):
+            if place:
+                content += self._annotation(key, text(6, texts[place]))
+        bits = 0
+        if group and kind == _ASYNC_KIND:
+            bits = self._groups.setdefault(texts[group], len(self._groups) + 1) << 40
+        self._labels[label] = content, bits
+        return content, bits
+
+    def _attributes(self, place: int) -> bytes:
+        return b"".join(
+            self._annotation(name, _value(value))
+            for name, value in self._events.attributes(place).items()
+        )
+
+    def _number(self, key: str, number: int) -> bytes:
+        return self._annotation(key, b"\x20" + varint(number))  # int_value = 4
+
+    def _annotation(self, key: str, value: bytes) -> bytes:
+        return message(_ANNOTATION, integer(1, self._iid(_ANNOTATION_NAMES, key)) + value)
+
+    def _iid(self, table: int, content: str) -> int:
+        known = self._interned.get((table, content))
+        if known is None:
+            known = self._interned[table, content] = len(self._interned) + 1
+            self._new.append(message(table, integer(1, known) + text(2, content)))
+        return known
+
+
+def _counters(events: Events) -> Iterator[tuple[str, Tensor]]:
+    """Label and places, in the order of time, of each curve."""
+    # A curve has no place for NaN and infinity.
+    chosen = (events.is_kind("counter") & events.value.isfinite()).nonzero().flatten()
+    chosen = chosen[events.start_ns[chosen].argsort(stable=True)]
+    pairs = torch.stack([events.name[chosen], events.unit[chosen]], dim=1)
+    present, inverse = pairs.unique(dim=0, return_inverse=True)
+    for index, (name, unit) in enumerate(present.tolist()):
+        shown = events.texts[name] + (f" {events.texts[unit]}" if unit else "")
+        yield shown, chosen[inverse == index]
+
+
+def _track(
+    uuid: int,
+    parent: int | None,
+    order: int,
+    name: str,
+    *,
+    description: str = "",
+    counter: int | None = None,
+) -> bytes:
+    content = integer(_UUID, uuid) + text(_NAME, name)
+    if parent is not None:
+        content += integer(_PARENT, parent)
+    if description:
+        content += text(_DESCRIPTION, description)
+    if counter is not None:
+        content += message(_COUNTER, integer(3, counter) if counter else b"")
+    content += integer(_CHILD_ORDERING, _EXPLICIT) + integer(_ORDER_RANK, order)
+    return _packet(message(_DESCRIPTOR, content))
+
+
+def _at(at_ns: int, rest: bytes) -> bytes:
+    return _packet(b"\x40" + varint(at_ns) + rest)  # timestamp = 8
+
+
+def _value(value: object) -> bytes:
+    """The field of a debug annotation that holds a value."""
+    if isinstance(value, bool):
+        return integer(2, value)
+    if isinstance(value, int):
+        return integer(4, value)
+    if isinstance(value, float):
+        return double(5, value)
+    return text(6, value if isinstance(value, str) else json.dumps(value))
