@@ -125,6 +125,32 @@ def test_merge_writes_the_timeline_and_nothing_else(run_folder: Path, tmp_path: 
     assert {e["pid"] for e in json.loads(out.read_text())["traceEvents"]} == {0, 1}
 
 
+def test_export_to_chrome_is_what_merge_writes(run_folder: Path, tmp_path: Path) -> None:
+    merged, exported = tmp_path / "merged.json", tmp_path / "exported.json"
+
+    trine("trace", "merge", run_folder, "--out", merged)
+    result = trine("trace", "export", run_folder, "--format", "chrome", "--out", exported)
+
+    assert result.output == f"{exported}: ranks 2, 4 events\n"
+    assert exported.read_bytes() == merged.read_bytes()
+
+
+def test_export_to_perfetto_writes_protobuf(run_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "timeline.pftrace"
+
+    result = trine("trace", "export", run_folder, "--format", "perfetto", "--out", out)
+
+    assert result.output == f"{out}: ranks 2, 4 events\n"
+    assert b"rank 0" in out.read_bytes()
+
+
+def test_export_wants_to_be_told_the_format(run_folder: Path, tmp_path: Path) -> None:
+    result = trine("trace", "export", run_folder, "--out", tmp_path / "timeline")
+
+    assert result.exit_code == 2
+    assert "Missing option '--format'" in result.stderr
+
+
 @pytest.mark.parametrize("command", [["summary"], ["merge", "--out", "timeline.json"]])
 def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path, command: list[str]) -> None:
     result = trine("trace", *command, tmp_path / "missing")

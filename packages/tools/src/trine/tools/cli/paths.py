@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-__all__ = ["TracePath", "one_sentence_errors", "require"]
+__all__ = ["TracePath", "one_sentence_errors", "require", "require_folder_of"]
 
 
 class TracePath(click.Path):
@@ -31,6 +31,18 @@ def require(path: Path) -> None:
     if not path.exists():
         raise click.UsageError(
             f"{str(path)!r} does not exist. Expected the folder of a run or the trace of a rank."
+        )
+
+
+def require_folder_of(out: Path) -> None:
+    """Check that a file can be put where --out says.
+
+    Raises:
+        click.UsageError: if its folder does not exist.
+    """
+    if not out.parent.is_dir():
+        raise click.UsageError(
+            f"--out is {str(out)!r}, but its folder does not exist. Make it first."
         )
 
 

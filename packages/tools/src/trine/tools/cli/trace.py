@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from trine.tools.cli.export import export, merge
 from trine.tools.cli.hang import hang
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require
 from trine.tools.cli.stragglers import stragglers
@@ -43,32 +44,7 @@ def summary(path: Path, as_json: bool) -> None:
             print_summary(result)
 
 
-@trace.command()
-@click.argument("path", type=TracePath(path_type=Path))
-@click.option(
-    "--out",
-    type=TracePath(path_type=Path, dir_okay=False),
-    required=True,
-    help="The timeline to write, Chrome trace JSON; open it in https://ui.perfetto.dev.",
-)
-def merge(path: Path, out: Path) -> None:
-    """Merge the traces of a run into one timeline.
-
-    PATH is the folder that a run was recorded to, or the trace file of one rank.
-    """
-    require(path)
-    if not out.parent.is_dir():
-        raise click.UsageError(
-            f"--out is {str(out)!r}, but its folder does not exist. Make it first."
-        )
-    with one_sentence_errors():
-        from trine.tools import tracing
-
-        traces = tracing.merge(path, out)
-    read, world_size = len(traces), traces[0].header.world_size
-    ranks = f"{read}" if read == world_size else f"{read} of {world_size}"
-    click.echo(f"{out}: ranks {ranks}, {sum(len(trace.events) for trace in traces)} events")
-
-
+trace.add_command(export)
 trace.add_command(hang)
+trace.add_command(merge)
 trace.add_command(stragglers)

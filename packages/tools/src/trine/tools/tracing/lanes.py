@@ -65,7 +65,7 @@ def _by_async_name(events: Events) -> Iterator[tuple[str, Tensor]]:
     asyncs = events.is_kind("async")
     # A name's first event decides where it stands, after those that one looks for.
     names = dict.fromkeys(events.place(name) for name in _FIRST_ASYNC)
-    present, inverse = events.name[asyncs].unique(return_inverse=True)
+    present, inverse = torch.unique(events.name[asyncs], return_inverse=True)
     first = torch.full((present.numel(),), len(events)).scatter_reduce(
         0, inverse, torch.arange(inverse.numel()), "amin"
     )
@@ -108,10 +108,10 @@ def _spread(starts: Tensor, ends: Tensor, *, nested: bool) -> Tensor:
                 while open_ and open_[-1] <= start:
                     open_.pop()
                 if not open_ or (nested and end <= open_[-1]):
+                    chosen.append(index)
                     break
             else:
-                index = len(open_ends)
+                chosen.append(len(open_ends))
                 open_ends.append(open_ := [])
             open_.append(end)
-            chosen.append(index)
     return torch.tensor(chosen, dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trine.tools.errors import TraceFileError
@@ -9,30 +10,50 @@ from trine.tools.text import printable
 from trine.tools.tracing.chrome import write_timeline
 from trine.tools.tracing.reader import RankTrace, rank_files, read_traces
 
-__all__ = ["merge"]
+__all__ = ["check_out", "merge"]
 
 
-def merge(path: Path, out: Path) -> list[RankTrace]:
+def merge(
+    path: Path,
+    out: Path,
+    write: Callable[[Sequence[RankTrace], Path], None] = write_timeline,
+) -> list[RankTrace]:
     """Merge the traces of a run into one timeline, and return what was read.
 
     Args:
         path: the folder of a run, or one rank's file.
-        out: the timeline, Chrome trace JSON; replaced if it exists.
+        out: the timeline; replaced if it exists.
+        write: `write_timeline` for Chrome trace JSON, `write_perfetto` for protobuf.
 
     Raises:
         TraceFileError: if a trace cannot be read or the timeline cannot be written.
     """
+    check_out(path, out, "timeline", "timeline.json")
+    traces = read_traces(path)
+    write(traces, out)
+    return traces
+
+
+def check_out(path: Path, out: Path, what: str, name: str) -> None:
+    """Check that a file made from traces takes the place of none of them.
+
+    Args:
+        path: what is read: the folder of a run, or one rank's file.
+        out: what is to be written.
+        what: one word for it.
+        name: for example.
+
+    Raises:
+        TraceFileError: if it does, or is something else than a file.
+    """
     if out.resolve() in {file.resolve() for file in rank_files(path)}:
         raise TraceFileError(
-            f"The timeline would take the place of a trace, {printable(str(out))}. "
-            "Give it another name, for example timeline.json."
+            f"The {what} would take the place of a trace, {printable(str(out))}. "
+            f"Give it another name, for example {name}."
         )
     if out.exists() and not out.is_file():
         # A file would take its place: that of /dev/null, for who may write there.
         raise TraceFileError(
-            f"The timeline cannot be written to {printable(str(out))}, which exists and is not "
-            "a file. Give it another name, for example timeline.json."
+            f"The {what} cannot be written to {printable(str(out))}, which exists and is not "
+            f"a file. Give it another name, for example {name}."
         )
-    traces = read_traces(path)
-    write_timeline(traces, out)
-    return traces

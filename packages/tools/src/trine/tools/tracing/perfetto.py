@@ -138,7 +138,7 @@ class _Rank:
         end_rest = self._common + message(_TRACK_EVENT, integer(_TYPE, _END) + track)
         open_: list[int] = []
         columns = [getattr(events, name) for name in (*_LABEL, *_FURTHER)]
-        for part in places.split(_PART):
+        for part in torch.split(places, _PART):
             lists = [column[part].tolist() for column in columns]
             labels = zip(*lists[: len(_LABEL)], strict=True)
             rows = zip(part.tolist(), labels, *lists[len(_LABEL) :], strict=True)
@@ -171,7 +171,7 @@ class _Rank:
 
     def _curve(self, uuid: int, places: Tensor) -> Iterator[bytes]:
         start = integer(_TYPE, _COUNT) + integer(_TRACK, uuid)
-        for part in places.split(_PART):
+        for part in torch.split(places, _PART):
             times = (self._events.start_ns[part] + self._shift_ns).tolist()
             for at, value in zip(times, self._events.value[part].tolist(), strict=True):
                 yield _at(at, self._common + message(_TRACK_EVENT, start + double(_VALUE, value)))
@@ -226,7 +226,7 @@ def _counters(events: Events) -> Iterator[tuple[str, Tensor]]:
     chosen = (events.is_kind("counter") & events.value.isfinite()).nonzero().flatten()
     chosen = chosen[events.start_ns[chosen].argsort(stable=True)]
     pairs = torch.stack([events.name[chosen], events.unit[chosen]], dim=1)
-    present, inverse = pairs.unique(dim=0, return_inverse=True)
+    present, inverse = torch.unique(pairs, dim=0, return_inverse=True)
     for index, (name, unit) in enumerate(present.tolist()):
         shown = events.texts[name] + (f" {events.texts[unit]}" if unit else "")
         yield shown, chosen[inverse == index]

@@ -53,5 +53,7 @@ def text(field: int, content: str) -> bytes:
 # Two bytes at a time: times have six, and there are two for each slice.
 _TWO_MORE: Final = [bytes((low | 0x80, high | 0x80)) for high in range(128) for low in range(128)]
 _LAST: Final = [
-    bytes((low | 0x80, high)) if high else bytes((low,)) for high in range(128) for low in range(128)
+    bytes((low | 0x80, high)) if high else bytes((low,))
+    for high in range(128)
+    for low in range(128)
 ]
