@@ -425,3 +425,30 @@ def test_recording_a_span_costs_less_than_an_unused_record_function(sink: ListSi
     # object, a dictionary and a lock per span.
     assert recorded < torchs / 2
     assert len(sink.events) == 25 * 2000
+
+
+def test_a_step_listener_is_told_of_each_step_until_it_is_removed() -> None:
+    told: list[int] = []
+    tracing.add_step_listener(told.append)
+
+    tracing.set_step(3)
+    tracing.set_step(4)
+    tracing.remove_step_listener(told.append)
+    tracing.set_step(5)
+
+    assert told == [3, 4]
+
+
+def test_a_step_listener_that_raises_is_removed_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(step: int) -> None:
+        raise RuntimeError("no")
+
+    tracing.add_step_listener(fail)
+
+    tracing.set_step(1)
+    tracing.set_step(2)
+
+    assert tracing.current_step() == 2
+    assert caplog.text.count("raised and was removed") == 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from threading import get_ident
 from time import perf_counter_ns
@@ -31,12 +31,14 @@ __all__ = [
     "TraceEvent",
     "TraceSink",
     "add_sink",
+    "add_step_listener",
     "counter",
     "current_step",
     "enabled",
     "instant",
     "record_span",
     "remove_sink",
+    "remove_step_listener",
     "set_step",
     "sinks",
     "span",
@@ -57,6 +59,7 @@ value) to guard a site whose arguments are costly to build, or one in a loop.
 _sinks: tuple[TraceSink, ...] = ()
 _sinks_lock = threading.Lock()
 _step: int = -1
+_step_listeners: tuple[Callable[[int], object], ...] = ()
 
 
 class TraceEvent:
@@ -168,6 +171,30 @@ def set_step(step: int) -> None:
     """Number the training step that the following events belong to."""
     global _step
     _step = step
+    for listener in _step_listeners:
+        try:
+            listener(step)
+        except Exception:  # training goes on
+            remove_step_listener(listener)
+            _log.exception("step listener %r raised and was removed", listener)
+
+
+def add_step_listener(listener: Callable[[int], object]) -> None:
+    """Call `listener` with the number of each step that `set_step` begins from now on.
+
+    That is how a recorder that is to see some steps only need not see any event of others.
+    One that raises is removed and logged once.
+    """
+    global _step_listeners
+    with _sinks_lock:
+        _step_listeners = (*_step_listeners, listener)
+
+
+def remove_step_listener(listener: Callable[[int], object]) -> None:
+    """Stop calling `listener`; one that was not added is ignored."""
+    global _step_listeners
+    with _sinks_lock:
+        _step_listeners = tuple(other for other in _step_listeners if other != listener)
 
 
 def current_step() -> int:

@@ -1,11 +1,25 @@
 """Record what a training run did on every rank, and turn it into timelines and reports.
 
-Importing this package imports none of its parts: `trine.tools.tracing` records, reads and
-merges; `trine.tools.reports` sums up; `trine.tools.cli` is the command `trine`.
+`profile` records a training loop, or the steps of it that a `Window` chooses.
+`trine.tools.tracing` records, reads and merges; `trine.tools.reports` sums up;
+`trine.tools.cli` is the command `trine`. Importing this package imports none of its parts.
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trine.tools.recording import Window, profile
 
 __version__ = version("trine-tools")
 
-__all__ = ["__version__"]
+__all__ = ["Window", "__version__", "profile"]
+
+
+def __getattr__(name: str) -> object:
+    # The parts import torch, which `trine --help` need not wait for.
+    if name in ("Window", "profile"):
+        from trine.tools import recording
+
+        return getattr(recording, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
