@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.matrix.plugin import note_launch
+from trine.core import tracing
 from trine.distributed import init_mesh
 from trine.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from trine.distributed.testing import run_on_ranks
@@ -237,6 +238,38 @@ def test_training_gives_the_same_bits_as_over_gloo(
 
     # The engine adds up in the order of ranks, on both.
     assert over_mpi == over_gloo
+
+
+class Through:
+    """Keeps when the collectives were asked for, taken up and complete."""
+
+    def __init__(self) -> None:
+        self.times_ns: list[tuple[int, int, int]] = []
+
+    def record(self, event: tracing.TraceEvent) -> None:
+        if event.kind == "async" and event.args is not None:
+            asked_ns = event.args["enqueue_ns"]
+            assert isinstance(asked_ns, int)
+            self.times_ns.append((asked_ns, event.start_ns, event.end_ns))
+
+
+def times_of_gathers_that_queue() -> list[tuple[int, int, int]]:
+    through = Through()
+    tracing.add_sink(through)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model(torch.ones(1, 256))  # the second is asked for while the first is waited for
+    tracing.remove_sink(through)
+    return through.times_ns
+
+
+def test_a_collective_is_reported_to_start_when_the_one_before_it_is_over() -> None:
+    for first, second in run_on_ranks(times_of_gathers_that_queue, 2, backend="mpi"):
+        assert first[0] <= first[1] <= first[2]
+        assert second[0] <= second[1] <= second[2]
+        assert first[2] <= second[1]
 
 
 def test_a_composite_with_another_device_is_refused_in_words() -> None:

@@ -158,6 +158,25 @@ def test_a_group_that_lists_its_ranks_misses_the_one_that_only_used_others() -> 
     assert [seen.rank for seen in stuck.absent] == [1]
 
 
+def test_the_ranks_of_a_group_are_found_where_a_step_begins_if_the_start_was_dropped() -> None:
+    pair = [0, 1]
+    hang = find_hang(
+        [
+            left(
+                0,
+                3,
+                begin(6, 30, group="pair", step=4),
+                begin(7, 40, group="pair", step=5, ranks=pair),
+                dropped=9,
+            ),
+            left(1, 3, event("load batch", 0, 500)),
+            left(2, 3, event("load batch", 0, 500)),
+        ]
+    )
+
+    assert [seen.rank for seen in only(hang).absent] == [1]
+
+
 def test_a_cut_off_file_does_not_count_against_a_rank_if_another_was_through() -> None:
     hang = find_hang(
         [

@@ -9,6 +9,20 @@ The cost of a call site with nobody listening is the point of this module: a
 shared do-nothing context for `span`, one attribute read for a site guarded by
 `if tracing.enabled`. This module must never synchronise a device, never raise
 into the training loop because of a sink, and never use `@contextmanager`.
+
+Producers agree on names, so that tools understand each other's reports:
+
+* A training step is a span `step` of category `step`; within it `forward`, `backward` and
+  `optimizer` are of category `compute`, `load batch` and `checkpoint_*` of category `io`.
+* A collective is three events of category `comm`: an instant `start <op>` when it is asked
+  for, a span `wait <op>` while the thread waits for it, and, once it is through, an
+  asynchronous `<op>`, which has `nbytes`. Their attributes: `op`, `group` (its name, the same
+  on all its ranks), `seq` (which of the group's collectives, counted from 1), `dtype` and
+  `backend`; of the first also `elements` and, once for each step, `ranks` (of the group); of
+  the last `enqueue_ns` (when it was asked for; `start_ns` may be later) and `exposed_ns` (for
+  how long the thread stood still). Where there is no other rank, only the last two of the
+  events are there, without `group` and `seq`.
+* Memory is a counter `memory.<kind>` of category `mem`, the bytes that the unit has now.
 """
 
 from __future__ import annotations

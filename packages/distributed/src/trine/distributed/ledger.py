@@ -35,9 +35,19 @@ class Ledger:
         number: of the collective started last; the first is number 1.
         broken: which collective failed, and why; None while all is well. The ranks of the
             group may be out of step then, and what they send may land in another tensor.
+        told_step: the step in which the tracing seam was last told who belongs to the group.
     """
 
-    __slots__ = ("_entries", "broken", "name", "number", "rank", "ranks", "world_size")
+    __slots__ = (
+        "_entries",
+        "broken",
+        "name",
+        "number",
+        "rank",
+        "ranks",
+        "told_step",
+        "world_size",
+    )
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.name = str(group.group_name)
@@ -46,6 +56,7 @@ class Ledger:
         self.world_size = dist.get_world_size()
         self.number = 0
         self.broken: str | None = None
+        self.told_step = -1
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
 
     def note(self, what: str, unit: str, buffer: Tensor) -> Entry:

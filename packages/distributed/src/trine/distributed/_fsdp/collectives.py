@@ -56,13 +56,14 @@ class Pending:
     Attributes:
         done_ns: when the last of them completed, by the clock of the tracing seam; 0 while
             unknown. Filled in only if a sink was listening when they were started.
+        begun_ns: when the backend took up the first of them, if it says so; 0 while unknown.
     """
 
-    __slots__ = ("_left", "_lock", "_works", "done_ns")
+    __slots__ = ("_left", "_lock", "_works", "begun_ns", "done_ns")
 
     def __init__(self, works: Sequence[dist.Work | None]) -> None:
         self._works = [work for work in works if work is not None]
-        self.done_ns = 0
+        self.begun_ns = self.done_ns = 0
         if tracing.enabled:
             self._left = len(self._works)
             self._lock = threading.Lock()
@@ -74,6 +75,8 @@ class Pending:
         works, self._works = self._works, []
         for work in works:
             work.wait()
+        if works and tracing.enabled:
+            self.begun_ns = min(getattr(work, "begun_ns", 0) for work in works)
 
     def _note_completion(self, work: dist.Work) -> None:
         def note(_: object) -> None:

@@ -12,12 +12,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 from torch import Tensor
 
+from trine.core import tracing
 from trine.distributed._fsdp.errors import CommError, RanksDisagree, rank_list
+from trine.distributed._fsdp.reports import report_begin
 from trine.distributed.ledger import Ledger
 from trine.distributed.watch import RollCall, current_watch
 
@@ -33,7 +35,9 @@ _MEND = (
 )
 
 
-def guarded(what: str, unit: str, buffer: Tensor, ledger: Ledger, call: Callable[[], T]) -> T:
+def guarded(
+    what: str, unit: str, buffer: Tensor, ledger: Ledger, backend: str, call: Callable[[], T]
+) -> T:
     """Make a collective that belongs to no transfer, and wait for it.
 
     Args:
@@ -41,6 +45,7 @@ def guarded(what: str, unit: str, buffer: Tensor, ledger: Ledger, call: Callable
         unit: what it is for.
         buffer: what it moves.
         ledger: of its group.
+        backend: who carries the bytes, for reports.
         call: makes it.
 
     Raises:
@@ -51,10 +56,19 @@ def guarded(what: str, unit: str, buffer: Tensor, ledger: Ledger, call: Callable
         raise refused(what, unit, ledger)
     ledger.note(what, unit, buffer)
     number = ledger.number
+    report = None
+    if tracing.enabled:
+        ranks = len(ledger.ranks)
+        nbytes = 2 * buffer.nbytes * (ranks - 1) // ranks
+        report = report_begin(what, "", buffer, nbytes, backend, ledger)
     try:
-        return call()
+        with nullcontext() if report is None else report.waiting():
+            made = call()
     except RuntimeError as error:
         raise failed(what, unit, ledger, number, error) from error
+    if report is not None:
+        report.end()
+    return made
 
 
 def refused(what: str, unit: str, ledger: Ledger) -> CommError:

@@ -18,7 +18,7 @@ from trine.distributed._fsdp.failures import guarded
 from trine.distributed._fsdp.meeting import meetings
 from trine.distributed._fsdp.transfers import Transfer, Transfers
 from trine.distributed.ledger import Ledger, ledger_of
-from trine.distributed.process_groups import debugging
+from trine.distributed.process_groups import MPI4PY, backend_of, debugging
 
 __all__ = [
     "CheckedTransfers",
@@ -108,7 +108,15 @@ def all_reduce(
     ledger = ledger_of(group)
     if debugging():
         check_label(ledger, f"all_reduce of {what}", tensor)
-    guarded("all_reduce", what, tensor, ledger, lambda: dist.all_reduce(tensor, op=op, group=group))
+    backend = backend_of(group, tensor.device.type)
+    guarded(
+        "all_reduce",
+        what,
+        tensor,
+        ledger,
+        "mpi" if backend == MPI4PY else backend,
+        lambda: dist.all_reduce(tensor, op=op, group=group),
+    )
 
 
 def check_label(ledger: Ledger, what: str, buffer: Tensor) -> None:

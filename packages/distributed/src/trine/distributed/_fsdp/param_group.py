@@ -8,7 +8,6 @@ whatever came before, and nothing where there is nothing to do.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -287,10 +286,9 @@ class ParamGroup:
             self._sharded_places = [(slot.module, slot.name, slot.get()) for slot in slots]
         flat = self._flat
         assert flat is not None
-        start_ns = time.perf_counter_ns() if tracing.enabled else 0
         if self._again is not None and self._again.holds_piece:
             if self._gathered_at == self._now():
-                self._gather = self._gather_again(self._again, start_ns, recalled)
+                self._gather = self._gather_again(self._again, recalled)
                 self._holds = _Storage.FILLING
                 self._tell_memory()
                 return
@@ -309,7 +307,7 @@ class ParamGroup:
         shard = flat if sends_as_is else out[self.comm.rank]
 
         sent = out[0].nbytes * (self.comm.world_size - 1)
-        transfer = Transfer("all_gather", self._gather_dtype, sent, start_ns)
+        transfer = Transfer("all_gather", self._gather_dtype, sent)
 
         def gather() -> Pending:
             return self._transfers.start(transfer, out, lambda: self.comm.all_gather(out, shard))
@@ -324,10 +322,10 @@ class ParamGroup:
         self._holds = _Storage.FILLING
         self._tell_memory()
 
-    def _gather_again(self, again: SubgroupGather, start_ns: int, recalled: bool) -> _Gather:
+    def _gather_again(self, again: SubgroupGather, recalled: bool) -> _Gather:
         whole = self._whole_flat
         self._whole.resize_(self._whole_nbytes)
-        transfer = Transfer("all_gather", self._gather_dtype, again.nbytes(whole), start_ns)
+        transfer = Transfer("all_gather", self._gather_dtype, again.nbytes(whole))
         pending = self._transfers.start(
             transfer, whole, lambda: again.fill(whole), again.comm.ledger
         )

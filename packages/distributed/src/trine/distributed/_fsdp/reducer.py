@@ -21,7 +21,6 @@ Note [Gradients that wait]
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -206,7 +205,6 @@ class GradReducer:
             param.drop_grad()  # frozen since the forward that this backward is of
         if not plan.params:
             return
-        start_ns = time.perf_counter_ns() if tracing.enabled else 0
         grads, used = self._take(plan.params, dtype)
         if self.settings.finite is not None:
             self.settings.finite.note(plan.params, grads)
@@ -220,7 +218,7 @@ class GradReducer:
         if tracing.enabled:
             self._memory.tell_buffers(self.comm.pool)
         del grads
-        transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1), start_ns)
+        transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1))
         pending = self._transfers.start(
             transfer, rows, lambda: self._reduce_scatter(rows, plan), self.comm.ledger
         )
@@ -321,9 +319,8 @@ class GradReducer:
             wire.copy_(summed)
             self.comm.pool.release(summed)
             reduction.summed = wire
-        start_ns = time.perf_counter_ns() if tracing.enabled else 0
         nbytes = 2 * wire.nbytes * (self._copies - 1) // self._copies
-        transfer = Transfer("all_reduce", wire.dtype, nbytes, start_ns)
+        transfer = Transfer("all_reduce", wire.dtype, nbytes)
         hook, marks = self.settings.comm_hook, len(reduction.plan.params)
 
         def all_reduce() -> Pending:

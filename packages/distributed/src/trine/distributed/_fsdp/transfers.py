@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +12,7 @@ from torch import Tensor
 from trine.core import tracing
 from trine.distributed._fsdp.collectives import Comm, Pending, PendingReduce
 from trine.distributed._fsdp.failures import confirm, failed, refused
+from trine.distributed._fsdp.reports import Report, report_begin
 from trine.distributed.ledger import Entry, Ledger
 from trine.distributed.units import of_unit
 
@@ -29,17 +29,17 @@ class Transfer:
         name: what it is, such as `all_gather`.
         dtype: of the elements that travel.
         nbytes: bytes that this rank sends.
-        start_ns: when it was started, 0 if nobody listened then.
         ledger: of the group; None until it is started, and where there is no other rank.
         number: which of the group's collectives it is.
+        report: what the tracing seam was told as it started; None if nobody listened then.
     """
 
     name: str
     dtype: torch.dtype
     nbytes: int
-    start_ns: int
     ledger: Ledger | None = None
     number: int = 0
+    report: Report | None = None
 
 
 class Transfers:
@@ -84,6 +84,10 @@ class Transfers:
             transfer.number = ledger.number
             if entry not in self._known:
                 self._check(entry, ledger)
+        if tracing.enabled:
+            transfer.report = report_begin(
+                transfer.name, self.unit, buffer, transfer.nbytes, self.comm.backend, ledger
+            )
         with of_unit(self.unit):
             return self.guard(transfer, call)
 
@@ -110,24 +114,11 @@ class Transfers:
 
     def wait(self, transfer: Transfer, pending: Pending | PendingReduce) -> None:
         """Wait for a collective, and report it if somebody listened when it was started."""
-        if not tracing.enabled or not transfer.start_ns:
+        report = transfer.report
+        if report is None or not tracing.enabled:
             self.guard(transfer, pending.wait)
             return
-        blocked_ns = time.perf_counter_ns()
-        with tracing.span(f"wait {transfer.name}", "comm", self.unit):
+        with report.waiting():
             self.guard(transfer, pending.wait)
-        now_ns = time.perf_counter_ns()
         inner = pending.pending if isinstance(pending, PendingReduce) else pending
-        tracing.record_span(
-            transfer.name,
-            transfer.start_ns,
-            inner.done_ns or now_ns,
-            "comm",
-            self.unit,
-            transfer.nbytes,
-            {
-                "exposed_ns": now_ns - blocked_ns,
-                "backend": self.comm.backend,
-                "dtype": str(transfer.dtype).removeprefix("torch."),
-            },
-        )
+        report.end(inner.begun_ns, inner.done_ns)

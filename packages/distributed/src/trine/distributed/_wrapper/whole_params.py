@@ -294,7 +294,7 @@ def _gather(local: Tensor, param: ShardedParam, group: ParamGroup, *, keep: bool
     own[: rows.numel()].copy_(rows.reshape(-1))
     transfers = transfers_for(comm)
     transfers.unit = param.fqn
-    transfer = Transfer("all_gather", out.dtype, own.nbytes * (comm.world_size - 1), 0)
+    transfer = Transfer("all_gather", out.dtype, own.nbytes * (comm.world_size - 1))
     pending = transfers.start(transfer, out, lambda: comm.all_gather(out, own))
     transfers.wait(transfer, pending)
     whole = out.new_empty(param.shape) if keep else None

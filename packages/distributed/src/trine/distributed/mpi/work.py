@@ -37,6 +37,7 @@ class MPIWork(dist.Work):
     Attributes:
         drive: set by whoever takes it: drives it on the calling thread until it is over, or
             until a time of the monotonic clock.
+        begun_ns: when it was taken up, by the clock of the tracing seam; 0 before that.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class MPIWork(dist.Work):
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.source = -1
+        self.begun_ns = 0
         self._steps: Steps | None = steps
         self._requests: list[MPI.Request] = []
         self._results = list(results)
@@ -72,6 +74,8 @@ class MPIWork(dist.Work):
         """
         if self._is_over:
             return True
+        if not self.begun_ns:
+            self.begun_ns = time.perf_counter_ns()
         try:
             while True:
                 while self._requests:

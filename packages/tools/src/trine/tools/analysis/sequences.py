@@ -26,6 +26,7 @@ SYNCHRONIZING: Final = frozenset(
 """Operations that cannot end on any rank before all ranks of the group have begun them."""
 
 _LAST: Final = 1 << 62
+_STEPS_ASKED: Final = 3  # the recording of the first may have lost its beginning
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +132,7 @@ def _calls(group: int, every: Sequence[_Own], texts: list[str]) -> GroupCalls:
         operation[row].scatter_reduce_(0, columns, own.operation[chosen], "amax")
         unit[row].scatter_reduce_(0, columns, own.unit[chosen], "amax")
         dtype[row].scatter_reduce_(0, columns, own.dtype[chosen], "amax")
-        members |= _said_members(own.trace.events, int(places[0]))
+        members |= _said_members(own.trace.events, places)
     begun[begun == _LAST] = -1
     ranks = [own.trace.header.rank for own, _ in users]
     return GroupCalls(
@@ -153,9 +154,14 @@ def _calls(group: int, every: Sequence[_Own], texts: list[str]) -> GroupCalls:
     )
 
 
-def _said_members(events: Events, first: int) -> set[int]:
-    """The ranks of the group, which the first event of a group may list."""
-    said = events.attributes(first).get("ranks")
-    if not isinstance(said, list):
-        return set()
-    return {rank for rank in said if type(rank) is int and rank >= 0}
+def _said_members(events: Events, places: Tensor) -> set[int]:
+    """The ranks of a group, which are listed where the first collective of a step starts."""
+    starts = places[events.is_kind("instant")[places]]
+    step = events.step[starts]
+    is_first = torch.ones_like(step, dtype=torch.bool)
+    is_first[1:] = step[1:] != step[:-1]
+    for place in starts[is_first][:_STEPS_ASKED].tolist():
+        said = events.attributes(place).get("ranks")
+        if isinstance(said, list):
+            return {rank for rank in said if type(rank) is int and rank >= 0}
+    return set()
