@@ -16,14 +16,10 @@ from torch import Tensor
 
 from trine.tools.tracing.columns import Texts
 from trine.tools.tracing.events import Events
+from trine.tools.tracing.matching import SYNCHRONIZING
 from trine.tools.tracing.reader import RankTrace
 
 __all__ = ["SYNCHRONIZING", "GroupCalls", "group_calls"]
-
-SYNCHRONIZING: Final = frozenset(
-    {"all_gather", "reduce_scatter", "all_reduce", "barrier", "all_to_all"}
-)
-"""Operations that cannot end on any rank before all ranks of the group have begun them."""
 
 _LAST: Final = 1 << 62
 _STEPS_ASKED: Final = 3  # the recording of the first may have lost its beginning
