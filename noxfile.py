@@ -38,7 +38,9 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PACKAGES = {"core": ("core",), "distributed": ("core", "distributed"), "tools": ("core", "tools")}
 TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
 OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for, to be tried
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Each rank computes in one thread. And torch asks the name server what each address is called
+# that it connects to; a server that drops a question would cost five seconds each time.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
 IN_A_JOB = "tests/distributed/under_mpiexec"
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
 # Backend and torch; the rows of the table that nox -t matrix ends with, in this order.

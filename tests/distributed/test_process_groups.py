@@ -225,6 +225,27 @@ def test_a_meeting_point_that_nobody_opened_is_named(monkeypatch: pytest.MonkeyP
         init_process_group("gloo", timeout=timedelta(seconds=1))
 
 
+def left_and_joined_again(backend: str) -> list[float]:
+    sums = []
+    late = dist.get_rank() == 1
+    for _ in range(3):
+        destroy_process_group()
+        if late:
+            time.sleep(0.2)  # so that the other rank would find where this one listened before
+        init_process_group(backend, timeout=timedelta(seconds=20))
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        sums.append(ones.item())
+    return sums
+
+
+@pytest.mark.only_gloo("MPI starts once in a process")
+def test_a_world_can_be_left_and_joined_again_at_the_same_address(
+    run_on_ranks: RunOnRanks, backend: str
+) -> None:
+    assert run_on_ranks(left_and_joined_again, 2, backend) == [[2.0] * 3] * 2
+
+
 def limit_of(group: dist.ProcessGroup | None) -> timedelta:
     assert group is not None
     if dist.get_backend(group) == "mpi4py":

@@ -7,6 +7,7 @@ at a port that rank 0 finds and writes into a file that only this job knows.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import tempfile
 import threading
@@ -25,6 +26,8 @@ __all__ = ["join"]
 
 _ANSWER_S = 1.0  # for a store to answer, beyond the time it may take to appear
 _LOOK_S = 0.02  # between looks for the file
+
+_worlds = itertools.count()  # that this process has joined
 
 
 def join(launch: Launch, backend: str, timeout: timedelta | None) -> None:
@@ -61,7 +64,14 @@ def _join_as_torch_does(
     try:
         if not _opens(launch):
             _await_answer(launch, launch.address, launch.port, limit)
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        meeting = dist.rendezvous("env://", timeout=limit)  # type: ignore[attr-defined]  # torch's stubs
+        store, rank, size = next(iter(meeting))
+        store.set_timeout(limit)
+        # A store that outlives a world still knows where its ranks listened, and gloo would
+        # call them there. torch itself puts all worlds of a process into one drawer.
+        if world := next(_worlds):
+            store = dist.PrefixStore(f"world {world}", store)  # type: ignore[attr-defined]  # torch's stubs
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except dist.DistNetworkError as error:
         raise _explained(launch, launch.address, launch.port, error) from error
 
