@@ -13,7 +13,7 @@ import torch.distributed as dist
 from trine.distributed import testing
 from trine.distributed._fsdp.buffers import BufferPool
 from trine.distributed._fsdp.collectives import (
-    _LARGE_NBYTES,
+    LARGE_NBYTES,
     C10dComm,
     Comm,
     GlooComm,
@@ -24,7 +24,7 @@ from trine.distributed._fsdp.collectives import (
 
 RunOnRanks = Callable[..., list[Any]]
 CPU = torch.device("cpu")
-LARGE = _LARGE_NBYTES  # elements of any dtype, in rows that travel otherwise than small ones
+LARGE = LARGE_NBYTES  # elements of any dtype, in rows that travel otherwise than small ones
 
 everywhere = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 every_comm = pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_ten_adamw_steps_equal_those_of_the_whole_model(
 
 def train_with_all_taken_for_large() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_LARGE_NBYTES", 1)
+        patch.setattr(collectives, "LARGE_NBYTES", 1)
         train_ten_steps()
 
 

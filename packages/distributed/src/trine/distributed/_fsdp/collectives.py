@@ -47,7 +47,7 @@ _reduce_scatter_single = _by_name.get("reduce_scatter_single") or _by_name["redu
 
 
 # Of a row, from where scatters are no slower than an all-to-all, and memory counts.
-_LARGE_NBYTES = 2**20
+LARGE_NBYTES = 2**20
 
 
 class Pending:
@@ -232,7 +232,7 @@ class GlooComm(Comm):
 
     def gathers_others_only(self, shard: Tensor) -> bool:
         """If it is large: what is saved must be worth a copy in three pieces."""
-        return shard.nbytes >= _LARGE_NBYTES
+        return shard.nbytes >= LARGE_NBYTES
 
     def all_gather(self, out: Tensor, shard: Tensor) -> Pending:
         """One broadcast from each rank, all under way at once."""
@@ -251,7 +251,7 @@ class GlooComm(Comm):
 
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
         """Every rank sends; the sum is formed in `sum_into`, in the order of ranks."""
-        if rows[0].nbytes >= _LARGE_NBYTES:
+        if rows[0].nbytes >= LARGE_NBYTES:
             return self._scatter(rows)
         received = self.pool.acquire(tuple(rows.shape), rows.dtype, rows.device)
         work = dist.all_to_all_single(
