@@ -114,7 +114,8 @@ class Transfers:
 
     def wait(self, transfer: Transfer, pending: Pending | PendingReduce) -> None:
         """Wait for a collective, and report it if somebody listened when it was started."""
-        report = transfer.report
+        # Once: who waits again after a failure finds nothing left to wait for.
+        report, transfer.report = transfer.report, None
         if report is None or not tracing.enabled:
             self.guard(transfer, pending.wait)
             return

@@ -15,7 +15,7 @@ __all__ = ["LastCall", "LastSeen", "LastSpan", "last_seen"]
 
 @dataclass(frozen=True)
 class LastSpan:
-    """The last thing that a rank finished, other than a collective.
+    """The last thing that a rank finished, other than a collective or a step.
 
     Attributes:
         name: what it was.
@@ -80,7 +80,8 @@ def last_seen(trace: RankTrace, offset_ns: int) -> LastSeen:
     events = trace.events
     last = int(events.end_ns.argmax()) if len(events) else -1
     comm = events.is_category("comm")
-    own = (events.is_kind("span") & ~comm).nonzero().flatten()
+    # A step says only that it ended; what was in it says where.
+    own = (events.is_kind("span") & ~comm & ~events.is_category("step")).nonzero().flatten()
     span = events[_latest(own, events.end_ns)] if own.numel() else None
     calls = (comm & (events.sequence >= 0)).nonzero().flatten()
     return LastSeen(
