@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from trine.core import CPUDevice, get_device
+from trine.core import CPUDevice, get_device, tracing
 from trine.core.devices import worker_thread
 from trine.core.devices.streams import HostStream
 
@@ -720,3 +720,44 @@ def test_batches_made_on_the_gpu_just_now_are_written_before_they_are_prepared()
     ]
 
     assert sums == [2.0 * number * (1 << 20) for number in range(10)]
+
+
+class SpanNames:
+    """A sink that keeps the names of spans, and which thread reported them."""
+
+    def __init__(self) -> None:
+        self.here: list[str] = []
+        self.elsewhere: list[str] = []
+
+    def record(self, event: tracing.TraceEvent) -> None:
+        here = event.thread == threading.get_ident() == threading.main_thread().ident
+        (self.here if here else self.elsewhere).append(event.name)
+
+
+def test_a_prefetching_loader_reports_what_it_waits_for_and_what_its_thread_does() -> None:
+    loader = get_device("cpu").dataloader_to_device(
+        DataLoader(Numbers(2), batch_size=1), prefetch_fn=plus_hundred
+    )
+    names = SpanNames()
+    tracing.add_sink(names)
+    try:
+        batches = list(loader)
+    finally:
+        tracing.remove_sink(names)
+
+    assert len(batches) == 2
+    assert names.here.count("wait for batch") == 2
+    assert names.here.count("fetch batch") == 3  # the last finds nothing
+    assert names.elsewhere == ["prepare batch"] * 2
+
+
+def test_a_loader_without_prefetching_reports_the_moves() -> None:
+    loader = get_device("cpu").dataloader_to_device(DataLoader(Numbers(2), batch_size=1))
+    names = SpanNames()
+    tracing.add_sink(names)
+    try:
+        list(loader)
+    finally:
+        tracing.remove_sink(names)
+
+    assert names.here == ["move batch"] * 2

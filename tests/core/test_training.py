@@ -863,7 +863,50 @@ def test_a_run_reports_its_steps_with_their_numbers() -> None:
         remove_sink(sink)
         tracing.set_step(-1)
 
-    step = ["load batch", "forward", "backward", "optimizer", "step"]
-    assert [event.name for event in sink.events] == step * 2
-    assert [event.step for event in sink.events] == [0] * 5 + [1] * 5
-    assert [event.category for event in sink.events[:5]] == ["io", *["compute"] * 3, "step"]
+    step = [
+        ("load batch", "io"),
+        ("train_pre_step", "user"),
+        ("move batch", "io"),
+        ("forward", "compute"),
+        ("backward", "compute"),
+        ("optimizer", "compute"),
+        ("train_post_step", "user"),
+        ("step", "step"),
+    ]
+    told = [(event.name, event.category) for event in sink.events]
+    epoch = [("train_epoch_begin", "user"), *step, ("train_epoch_end", "user")]
+    assert told == [("initialize_module", "user"), *epoch, *epoch, ("train_cleanup", "user")]
+    steps = [event.step for event in sink.events if event.name == "forward"]
+    assert steps == [0, 1]
+
+
+def test_validations_and_extensions_are_reported_with_their_names() -> None:
+    class ListSink:
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def record(self, event: TraceEvent) -> None:
+            self.names.append(event.name)
+
+    trainer, _ = make(max_epochs=1, validate=True)
+    trainer.extend(lambda trainer: None, name="save", trigger=(1, "epoch"))
+    sink = ListSink()
+    add_sink(sink)
+    try:
+        trainer.run(data(1), data(2))
+    finally:
+        remove_sink(sink)
+        tracing.set_step(-1)
+
+    after = sink.names[sink.names.index("step") + 1 :]
+    batch = ["load batch", "eval_pre_step", "move batch", "forward", "eval_post_step"]
+    assert after == [
+        "train_validation_begin",
+        *batch * 2,
+        "load batch",  # there is none
+        "train_validation_end",
+        "validation",
+        "save",
+        "train_epoch_end",
+        "train_cleanup",
+    ]

@@ -13,7 +13,13 @@ into the training loop because of a sink, and never use `@contextmanager`.
 Producers agree on names, so that tools understand each other's reports:
 
 * A training step is a span `step` of category `step`; within it `forward`, `backward` and
-  `optimizer` are of category `compute`, `load batch` and `checkpoint_*` of category `io`.
+  `optimizer` are of category `compute`, `load batch`, `move batch` (to the device) and
+  `checkpoint_*` of category `io`.
+* A loader that prepares batches ahead says within `load batch` how long it waited for the
+  wrapped loader (`fetch batch`) and for its own thread (`wait for batch`); that thread
+  reports `prepare batch`.
+* Callbacks of runtimes are spans of category `user` with the callback's name, extensions of
+  a trainer with the extension's, and `validation` is all of a validation.
 * A collective is three events of category `comm`: an instant `start <op>` when it is asked
   for, a span `wait <op>` while the thread waits for it, and, once it is through, an
   asynchronous `<op>`, which has `nbytes`. Their attributes: `op`, `group` (its name, the same

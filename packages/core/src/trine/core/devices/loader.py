@@ -26,6 +26,7 @@ from trine.core.batches import map_tensors
 from trine.core.devices.streams import Event, Stream
 from trine.core.devices.worker_thread import WorkerThread
 from trine.core.errors import TrineError
+from trine.core.tracing import span
 
 if TYPE_CHECKING:
     from trine.core.devices.device import Device
@@ -69,7 +70,7 @@ class DeviceLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a private class
         if self._prefetch_fn is None and not self._device.is_async:
-            return map(self._device.batch_to_device, self._loader)
+            return map(self._move, self._loader)
         persistent = getattr(self._loader, "persistent_workers", False)
         if persistent and self._latest is not None and (former := self._latest()) is not None:
             former.close()
@@ -79,6 +80,10 @@ class DeviceLoader(DataLoader[Any]):
         if persistent:
             self.__dict__["_latest"] = weakref.ref(iterator)
         return iterator
+
+    def _move(self, batch: Any) -> Any:
+        with span("move batch", category="io"):
+            return self._device.batch_to_device(batch)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]  # or its TypeError
@@ -119,7 +124,12 @@ class _Preparation:
             self._stream.wait_event(made)
             _hold(batch, self._stream)
         # These belong to the thread, and the one that asked is another.
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), self._stream.use():
+        with (
+            span("prepare batch", category="io"),
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            self._stream.use(),
+        ):
             if self._device.pins_memory:
                 batch = map_tensors(batch, _pin, objects=_leave)
             batch = self._device.batch_to_device(batch)
@@ -169,7 +179,8 @@ class _PrefetchIterator(Iterator[Any]):
             self.close()
             raise StopIteration
         if isinstance(self._ahead[0], Future):
-            wait([self._ahead[0]])  # taken away only then: the wait may be interrupted
+            with span("wait for batch", category="io"):
+                wait([self._ahead[0]])  # taken away only then: the wait may be interrupted
         self._started = True
         first, prepare = self._ahead.popleft(), self._prepare
         try:
@@ -192,7 +203,8 @@ class _PrefetchIterator(Iterator[Any]):
         if self._ahead and isinstance(self._ahead[-1], Exception):
             return False
         try:
-            batch = next(self._source)
+            with span("fetch batch", category="io"):
+                batch = next(self._source)
         except StopIteration:
             self._source = None
             return False

@@ -15,6 +15,7 @@ from trine.core.runtime import steps
 from trine.core.runtime.base import BaseRuntime
 from trine.core.runtime.loops import EvaluatorLike, TrainerLike
 from trine.core.runtime.tags import named_runtime_modules, runtime_of
+from trine.core.tracing import span
 
 __all__ = ["Handler"]
 
@@ -76,8 +77,9 @@ class Handler(BaseHandler):
 
     def train_epoch_begin(self, trainer: TrainerLike, loader: Iterable[Any]) -> None:
         """Tell the runtimes, then the logic."""
-        for _, module, runtime in self._serving(trainer.models):
-            runtime.train_epoch_begin(module)
+        with span("train_epoch_begin"):
+            for _, module, runtime in self._serving(trainer.models):
+                runtime.train_epoch_begin(module)
         # Not every loop has a number; the logic may ask the loader then.
         self._logic.epoch_length = getattr(trainer, "iterations_per_epoch", None)
         self._logic.train_epoch_begin(trainer.models, trainer.epoch, loader)
@@ -86,9 +88,11 @@ class Handler(BaseHandler):
         self, trainer: TrainerLike, batch_idx: int, batch: Any, complete_fn: CompleteFn
     ) -> None:
         """Tell the runtimes, move the batch, and let the logic compute and step."""
-        for _, module, runtime in self._serving(trainer.models):
-            runtime.train_pre_step(trainer, module, batch_idx, batch)
-        batch = self._entry_runtime.convert_batch(batch)
+        with span("train_pre_step"):
+            for _, module, runtime in self._serving(trainer.models):
+                runtime.train_pre_step(trainer, module, batch_idx, batch)
+        with span("move batch", category="io"):
+            batch = self._entry_runtime.convert_batch(batch)
         outputs = self._logic.train_step(trainer.models, trainer.optimizers, batch_idx, batch)
         self._logic.train_step_optimizers(trainer.models, trainer.optimizers, batch_idx)
         complete_fn(batch_idx, outputs)
@@ -97,33 +101,38 @@ class Handler(BaseHandler):
         self, trainer: TrainerLike, batch_idx: int, batch: Any, outputs: Any
     ) -> None:
         """Tell the runtimes, and report the outputs that the options name."""
-        for _, module, runtime in self._serving(trainer.models):
-            runtime.train_post_step(trainer, module, batch_idx, batch, outputs)
+        with span("train_post_step"):
+            for _, module, runtime in self._serving(trainer.models):
+                runtime.train_post_step(trainer, module, batch_idx, batch, outputs)
         if self._train_report_keys:
             trainer.report(_chosen("train", self._train_report_keys, outputs))
 
     def train_validation_begin(self, trainer: TrainerLike, evaluator: EvaluatorLike) -> None:
         """Tell the runtimes of the evaluator's models, then the logic."""
-        for _, module, runtime in self._serving(evaluator.models):
-            runtime.train_validation_begin(module)
+        with span("train_validation_begin"):
+            for _, module, runtime in self._serving(evaluator.models):
+                runtime.train_validation_begin(module)
         self._logic.train_validation_begin(evaluator.models)
 
     def train_validation_end(self, trainer: TrainerLike, evaluator: EvaluatorLike) -> None:
         """Tell the runtimes of the evaluator's models, then the logic."""
-        for _, module, runtime in self._serving(evaluator.models):
-            runtime.train_validation_end(module)
+        with span("train_validation_end"):
+            for _, module, runtime in self._serving(evaluator.models):
+                runtime.train_validation_end(module)
         self._logic.train_validation_end(evaluator.models)
 
     def train_epoch_end(self, trainer: TrainerLike) -> None:
         """Tell the runtimes, then the logic."""
-        for _, module, runtime in self._serving(trainer.models):
-            runtime.train_epoch_end(module)
+        with span("train_epoch_end"):
+            for _, module, runtime in self._serving(trainer.models):
+                runtime.train_epoch_end(module)
         self._logic.train_epoch_end(trainer.models, trainer.epoch)
 
     def train_cleanup(self, trainer: TrainerLike) -> None:
         """Tell the runtimes."""
-        for _, module, runtime in self._serving(trainer.models):
-            runtime.train_cleanup(module)
+        with span("train_cleanup"):
+            for _, module, runtime in self._serving(trainer.models):
+                runtime.train_cleanup(module)
 
     def eval_setup(self, evaluator: EvaluatorLike, loader: Iterable[Any]) -> None:
         """Put the models into evaluation mode and let their runtimes initialise them.
@@ -139,17 +148,20 @@ class Handler(BaseHandler):
         self, evaluator: EvaluatorLike, batch_idx: int, batch: Any, complete_fn: CompleteFn
     ) -> None:
         """Tell the runtimes, move the batch, and let the logic compute."""
-        for _, module, runtime in self._serving(evaluator.models):
-            runtime.eval_pre_step(evaluator, module, batch_idx, batch)
-        batch = self._entry_runtime.convert_batch(batch)
+        with span("eval_pre_step"):
+            for _, module, runtime in self._serving(evaluator.models):
+                runtime.eval_pre_step(evaluator, module, batch_idx, batch)
+        with span("move batch", category="io"):
+            batch = self._entry_runtime.convert_batch(batch)
         complete_fn(batch_idx, self._logic.eval_step(evaluator.models, batch_idx, batch))
 
     def eval_post_step(
         self, evaluator: EvaluatorLike, batch_idx: int, batch: Any, outputs: Any
     ) -> None:
         """Tell the runtimes, and report the outputs that the options name."""
-        for _, module, runtime in self._serving(evaluator.models):
-            runtime.eval_post_step(evaluator, module, batch_idx, batch, outputs)
+        with span("eval_post_step"):
+            for _, module, runtime in self._serving(evaluator.models):
+                runtime.eval_post_step(evaluator, module, batch_idx, batch, outputs)
         if self._eval_report_keys:
             evaluator.report(_chosen("val", self._eval_report_keys, outputs))
 
@@ -167,9 +179,10 @@ class Handler(BaseHandler):
                 "first: model = trine.core.to(model, device)."
             )
         only = next(iter(optimizers.values())) if len(optimizers) == 1 else None
-        for name, module, runtime in served:
-            data = loader.get(name) if isinstance(loader, Mapping) else loader
-            runtime.initialize_module(module, data, optimizers.get(name, only))
+        with span("initialize_module"):
+            for name, module, runtime in served:
+                data = loader.get(name) if isinstance(loader, Mapping) else loader
+                runtime.initialize_module(module, data, optimizers.get(name, only))
 
     def _serving(self, models: Mapping[str, nn.Module]) -> Served:
         """Name, module and runtime of everything to be told about, in order."""

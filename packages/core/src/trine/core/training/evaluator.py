@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trine.core.handler.base import BaseHandler
+from trine.core.tracing import span
 from trine.core.training.progress import ProgressLine, is_rank_zero
 
 __all__ = ["Evaluator"]
@@ -88,7 +89,7 @@ class Evaluator:
         self.handler.eval_loop_begin(self)
         try:
             with torch.no_grad():
-                for index, batch in enumerate(islice(loader, eval_len)):
+                for index, batch in enumerate(_timed(islice(loader, eval_len))):
                     self._pending.append((index, batch))
                     self.handler.eval_step(self, index, batch, self._complete)
                     done = index + 1
@@ -115,6 +116,16 @@ class Evaluator:
             )
         self._pending.popleft()
         self.handler.eval_post_step(self, batch_idx, batch, outputs)
+
+
+def _timed(batches: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        with span("load batch", category="io"):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
 
 
 def _length(loader: Iterable[Any]) -> int | None:

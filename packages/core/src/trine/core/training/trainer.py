@@ -370,18 +370,21 @@ class Trainer:
     def _run_what_is_due(self, val_loader: Iterable[Any] | None, eval_len: int | None) -> None:
         for evaluator, trigger in self._evaluators.values():
             if trigger(self) and val_loader is not None:
-                evaluator.handler.train_validation_begin(self, evaluator)
-                self.report(evaluator.run(val_loader, eval_len=eval_len))
-                evaluator.handler.train_validation_end(self, evaluator)
+                with span("validation"):
+                    evaluator.handler.train_validation_begin(self, evaluator)
+                    self.report(evaluator.run(val_loader, eval_len=eval_len))
+                    evaluator.handler.train_validation_end(self, evaluator)
         self._unasked = list(self._extensions)
         self._run_extensions()
 
     def _run_extensions(self) -> None:
         while self._unasked:
             # One that was saved and is not here any more has nothing to be asked.
-            extension = self._extensions.get(self._unasked.pop(0))
+            name = self._unasked.pop(0)
+            extension = self._extensions.get(name)
             if extension is not None and extension[1](self):
-                extension[0](self)
+                with span(name):
+                    extension[0](self)
 
     def _is_over(self, *, asked: bool) -> bool:
         """Whether to stop. The user's own condition is for after an iteration only."""
