@@ -11,6 +11,7 @@ import click
 from trine.tools.cli.export import export, merge
 from trine.tools.cli.hang import hang
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require
+from trine.tools.cli.report import report
 from trine.tools.cli.stragglers import stragglers
 
 # The packages that read traces import torch, by way of trine.core. Commands import
@@ -47,4 +48,5 @@ def summary(path: Path, as_json: bool) -> None:
 trace.add_command(export)
 trace.add_command(hang)
 trace.add_command(merge)
+trace.add_command(report)
 trace.add_command(stragglers)

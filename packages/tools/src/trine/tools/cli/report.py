@@ -1,0 +1,37 @@
+"""`trine trace report`: a page to look at and to send on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trine.tools.cli.paths import TracePath, one_sentence_errors, require, require_folder_of
+
+__all__ = ["report"]
+
+
+@click.command()
+@click.argument("path", type=TracePath(path_type=Path))
+@click.option(
+    "--out",
+    type=TracePath(path_type=Path, dir_okay=False),
+    required=True,
+    help="The HTML file to write. It needs no other file and no network.",
+)
+@click.option("--title", help="Title of the page; the name of PATH if it is not given.")
+def report(path: Path, out: Path, title: str | None) -> None:
+    """Write one HTML page about a run: where the time went, and whose fault it is.
+
+    PATH is the folder that a run was recorded to, or the trace file of one rank.
+    """
+    require(path)
+    require_folder_of(out)
+    with one_sentence_errors():
+        from trine.tools.reports.html import write_report
+        from trine.tools.tracing import read_traces
+        from trine.tools.tracing.merge import check_out
+
+        check_out(path, out, "report", "report.html")
+        write_report(read_traces(path), out, title or path.resolve().name)
+    click.echo(f"{out}: {out.stat().st_size / 1000:.0f} KB")
