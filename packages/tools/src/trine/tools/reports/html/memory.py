@@ -34,7 +34,7 @@ _KINDS: Final = {
     "communication": ("communication", "communication buffers"),
     "activations": ("activations", "activations"),
 }
-_MOMENTS: Final = 80
+_MOMENTS: Final = 60
 _MAX_RANKS: Final = 64
 
 
@@ -153,7 +153,11 @@ def _peaks(every: Sequence[_Use]) -> Table:
 
 def _table(drawn: Sequence[Bar], kinds: Sequence[str]) -> Table:
     rows = [
-        [Cell(bar.label, str(place)), nbytes_cell(bar.total), *(nbytes_cell(one.size) for one in bar.segments)]
+        [
+            Cell(bar.label, str(place)),
+            nbytes_cell(bar.total),
+            *(nbytes_cell(one.size) for one in bar.segments),
+        ]
         for place, bar in enumerate(drawn)
     ]
     header = ["at", "total", *(_KINDS[kind][1] for kind in kinds)]

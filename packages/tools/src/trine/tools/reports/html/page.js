@@ -22,6 +22,7 @@ for (const figure of document.querySelectorAll("figure")) {
     }
     output.textContent = mark.getAttribute("aria-label");
   };
+  const rowOf = (mark) => mark.closest("[data-row]").dataset.row;
   const middle = (mark) => {
     const box = mark.getBoundingClientRect();
     return box.left + box.width / 2;
@@ -35,20 +36,20 @@ for (const figure of document.querySelectorAll("figure")) {
     to.scrollIntoView({ block: "nearest", inline: "nearest" });
   };
   const acrossFrom = (mark, step) => {
-    const rows = [...new Set(marks.map((other) => other.dataset.row))];
-    const row = rows[rows.indexOf(mark.dataset.row) + step];
-    const near = marks.filter((other) => other.dataset.row === row);
+    const rows = [...new Set(marks.map(rowOf))];
+    const row = rows[rows.indexOf(rowOf(mark)) + step];
+    const near = marks.filter((other) => rowOf(other) === row);
     const at = middle(mark);
     return near.sort((a, b) => Math.abs(middle(a) - at) - Math.abs(middle(b) - at))[0];
   };
   const alongFrom = (mark, step) => {
-    const row = marks.filter((other) => other.dataset.row === mark.dataset.row);
+    const row = marks.filter((other) => rowOf(other) === rowOf(mark));
     return row[row.indexOf(mark) + step];
   };
   figure.addEventListener("keydown", (event) => {
     const mark = event.target.closest(".mark");
     if (!mark) return;
-    const rows = new Set(marks.map((other) => other.dataset.row)).size;
+    const rows = new Set(marks.map(rowOf)).size;
     const to = {
       ArrowRight: () => alongFrom(mark, 1),
       ArrowLeft: () => alongFrom(mark, -1),

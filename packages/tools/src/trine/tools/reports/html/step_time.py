@@ -52,6 +52,8 @@ def step_time(run: RunBreakdown) -> Section:
     tables = [_table(mean, "rank", {str(rank): by_rank[rank] for rank in shown})]
     if len(by_step) > 1:
         caption, step_bars = _buckets(by_step)
+        if len(by_rank) > 1:
+            caption += ", mean over ranks"
         summed = [entry for entry in legend if entry.part != BESIDE]
         figures.append(Figure(caption, columns(step_bars, caption), summed))
         rows = {bar.label: by_step[int(bar.label)] for bar in step_bars}
@@ -109,7 +111,9 @@ def sentence(run: RunBreakdown) -> str:
     steps, ranks = len(steps_of_run(run)), len(run.ranks)
     on = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if not any(rank.has_steps for rank in run.ranks):
-        return f"No steps were recorded; the whole recording, {middle} on {on}, is {', '.join(named)}."
+        return (
+            f"No steps were recorded; the whole recording, {middle} on {on}, is {', '.join(named)}."
+        )
     of = f"median of {steps} step{'s' if steps > 1 else ''} on {on}"
     return f"A step takes {middle} ({of}): {', '.join(named)}."
 
@@ -137,10 +141,7 @@ def _buckets(by_step: dict[int, Parts]) -> tuple[str, list[Bar]]:
         if len(own) > 1:
             text += f", the slowest of {own[0]} to {own[-1]}"
         drawn.append(_bar(str(slowest), by_step[slowest], text))
-    caption = "Each step, mean over ranks"
-    if size > 1:
-        caption = f"The slowest of every {size} steps, mean over ranks"
-    return caption, drawn
+    return f"The slowest of every {size} steps" if size > 1 else "Each step", drawn
 
 
 def _table(caption: str, what: str, rows: Mapping[str, Parts]) -> Table:

@@ -89,10 +89,8 @@ def bars(drawn: Sequence[Bar], label: str) -> Markup:
             if segment.size > 0:
                 content.append(_rect(segment, x, y, width, _BAR))
                 content += _inside(f"{segment.label} {format_ns(segment.size)}", x, y, width)
-        if bar.beside is not None and bar.beside.size > 0:
-            content.append(
-                _rect(bar.beside, _LEFT, y + _BAR + 1, bar.beside.size * scale, _BESIDE)
-            )
+        if bar.beside is not None and bar.beside.size * scale >= 1:
+            content.append(_rect(bar.beside, _LEFT, y + _BAR + 1, bar.beside.size * scale, _BESIDE))
         end = _LEFT + bar.total * scale + 8
         content.append(tag("text", format_ns(bar.total), x=end, y=y + 15))
         rows.append(_mark(content, bar.text, row, first=row == 0))
@@ -133,9 +131,8 @@ def areas(drawn: Sequence[Bar], label: str) -> Markup:
     for index, segment in enumerate(drawn[0].segments):
         above = [low + bar.segments[index].size for low, bar in zip(below, drawn, strict=True)]
         if above != below:
-            path = _outline(above, wide, scale) + _outline(below, wide, scale)[::-1]
-            points = " ".join(f"{_number(x)},{_number(y)}" for x, y in path)
-            content.append(tag("polygon", class_=segment.part, points=points))
+            edge = _steps(above, wide, scale) + _steps(below, wide, scale, back=True)
+            content.append(tag("path", class_=segment.part, d=f"M{_LEFT} {_PLOT + 8}{edge}z"))
         below = above
     content += _below([bar.label for bar in drawn], wide)
     for place, bar in enumerate(drawn):
@@ -146,12 +143,13 @@ def areas(drawn: Sequence[Bar], label: str) -> Markup:
     return _picture(content, label, 8 + _PLOT + _BELOW)
 
 
-def _outline(heights: Sequence[float], wide: float, scale: float) -> list[tuple[float, float]]:
-    return [
-        (_LEFT + place * wide + side, 8 + _PLOT - height * scale)
-        for place, height in enumerate(heights)
-        for side in (0, wide)
-    ]
+def _steps(heights: Sequence[float], wide: float, scale: float, *, back: bool = False) -> str:
+    """A line over the heights, one step each: from the left, or back again."""
+    line = ""
+    for place in reversed(range(len(heights))) if back else range(len(heights)):
+        x, y = _LEFT + (place + (not back)) * wide, 8 + _PLOT - heights[place] * scale
+        line += f"V{_number(y)}H{_number(x)}"
+    return line
 
 
 def _extent(bar: Bar) -> float:
@@ -178,7 +176,7 @@ def _grid(high: float, written: Callable[[float], str]) -> list[Markup]:
     for line in range(5):
         y = 8 + _PLOT * (1 - line / 4)
         found.append(tag("path", class_="grid", d=f"M{_LEFT} {_number(y)}H{WIDTH}"))
-        size = written(high * line / 4)
+        size = written(high * line / 4) if line else "0"
         found.append(tag("text", size, x=_LEFT - 8, y=y + 4, text_anchor="end"))
     return found
 
@@ -207,7 +205,5 @@ def _picture(content: Sequence[Markup], label: str, height: float) -> Markup:
 
 
 def _number(value: object) -> object:
-    """A number with two digits after the point at most; anything else as it is."""
-    if not isinstance(value, float):
-        return value
-    return f"{value:.2f}".rstrip("0").rstrip(".")
+    """A number with one digit after the point at most; anything else as it is."""
+    return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value

@@ -1,8 +1,8 @@
 """Choose what the timelines of a report show: single steps, with all ranks side by side.
 
 A whole run does not fit a page, and one does not look at it either: the slowest step is what
-one wants to see, and an ordinary one to compare it with. What is shorter than a fraction of a
-pixel cannot be seen and is left out; it is counted.
+one wants to see, and an ordinary one to compare it with. What is too short to be seen is left
+out, and of very many events the shortest, so that a page stays small; they are counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ __all__ = ["Lane", "Mark", "StepTimeline", "step_timeline"]
 _MAX_DEPTH: Final = 6
 _MAX_BESIDE: Final = 4
 _ASYNC: Final = KINDS.index("async")
-_PIXELS: Final = 2000  # as wide as the picture gets before it is enlarged
+_PIXELS: Final = 2000  # as wide as the picture is on a good screen, before it is enlarged
+_MAX_MARKS: Final = 900
 
 
 @dataclass(frozen=True)
@@ -91,28 +92,51 @@ def step_timeline(
     shown = [trace for trace in traces if trace.header.rank in steps]
     begin = min(alignment.to_common(rank, step.start_ns) for rank, step in steps.items())
     end = max(alignment.to_common(rank, step.end_ns) for rank, step in steps.items())
+    windows = {}
+    for trace in shown:
+        first_ns = alignment.to_rank(trace.header.rank, begin)
+        windows[trace.header.rank] = first_ns, first_ns + end - begin
+    least_ns = _least_ns([(trace.events, windows[trace.header.rank]) for trace in shown])
     labels: dict[str, int] = {}
     ranks: dict[int, list[Lane]] = {}
     left_out = 0
     for trace in shown:
         rank = trace.header.rank
-        first_ns = alignment.to_rank(rank, begin)
-        window = first_ns, first_ns + end - begin
-        ranks[rank], hidden = _lanes(trace.events, window, labels)
+        ranks[rank], hidden = _lanes(trace.events, windows[rank], least_ns, labels)
         left_out += hidden
     number = next(iter(steps.values())).number
     return StepTimeline(number, end - begin, ranks, list(labels), left_out)
 
 
-def _lanes(
-    events: Events, window: tuple[int, int], labels: dict[str, int]
-) -> tuple[list[Lane], int]:
-    """The lanes of one rank, and how many events are left out of them."""
+def _least_ns(every: Sequence[tuple[Events, tuple[int, int]]]) -> int:
+    """How long an event must be to be drawn."""
+    lengths = []
+    for events, window in every:
+        spans, asyncs = _drawn(events, window)
+        chosen = spans | asyncs
+        lengths.append(events.end_ns[chosen] - events.start_ns[chosen])
+    together = torch.cat(lengths)
+    first_ns, last_ns = every[0][1]
+    least_ns = (last_ns - first_ns) // _PIXELS
+    if together.numel() > _MAX_MARKS:
+        least_ns = max(least_ns, int(together.topk(_MAX_MARKS).values[-1]) + 1)
+    return least_ns
+
+
+def _drawn(events: Events, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Masks of the spans of the training thread and of communication, within a time."""
     first_ns, last_ns = window
     within = (events.start_ns < last_ns) & (events.end_ns > first_ns)
     spans = within & events.is_kind("span") & (events.thread == training_thread(events))
-    asyncs = within & events.is_kind("async") & events.is_category("comm")
-    seen = (events.end_ns - events.start_ns) * _PIXELS > last_ns - first_ns
+    return spans, within & events.is_kind("async") & events.is_category("comm")
+
+
+def _lanes(
+    events: Events, window: tuple[int, int], least_ns: int, labels: dict[str, int]
+) -> tuple[list[Lane], int]:
+    """The lanes of one rank, and how many events are left out of them."""
+    spans, asyncs = _drawn(events, window)
+    seen = events.end_ns - events.start_ns >= least_ns
     left_out = int(((spans | asyncs) & ~seen).sum())
     lanes: list[Lane] = []
     for label, chosen, nested in (

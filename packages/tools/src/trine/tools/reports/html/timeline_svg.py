@@ -34,11 +34,15 @@ def draw_timeline(timeline: StepTimeline, label: str) -> Markup:
                 content.append(
                     tag("text", lane.label, class_="lane", x=_LEFT - 6, y=y + 11, text_anchor="end")
                 )
-            content += [
-                _mark(mark, timeline.labels[mark.label], scale, y, row, first=not row and not place)
+            marks = [
+                _mark(mark, timeline.labels[mark.label], scale, first=not row and not place)
                 for place, mark in enumerate(lane.marks)
             ]
-            y, row = y + _ROW, row + bool(lane.marks)
+            if marks:
+                move = f"translate(0 {y})"
+                content.append(tag("g", *marks, data_row=row, transform=move))
+                row += 1
+            y += _ROW
         y += _GAP
     return tag(
         "svg",
@@ -59,22 +63,30 @@ def _axis(timeline: StepTimeline, scale: float, height: int) -> list[Markup]:
         x = round(_LEFT + at_ns * scale, 2)
         found.append(tag("path", class_="grid", d=f"M{x} {_ABOVE - 4}V{height}"))
         anchor = "end" if tick == 5 else "middle"
-        found.append(tag("text", format_ns(at_ns), class_="tick", x=x, y=11, text_anchor=anchor))
+        found.append(
+            tag(
+                "text",
+                format_ns(at_ns) if tick else "0",
+                class_="tick",
+                x=x,
+                y=11,
+                text_anchor=anchor,
+            )
+        )
     return found
 
 
-def _mark(mark: Mark, name: str, scale: float, y: int, row: int, *, first: bool) -> Markup:
+def _mark(mark: Mark, name: str, scale: float, *, first: bool) -> Markup:
     x, width = _LEFT + mark.start_ns * scale, max(mark.length_ns * scale, 0.4)
     focus = Markup(' tabindex="0" role="img" aria-label="{}"').format(text_of(mark, name))
     drawn = Markup(
-        f'<rect class="mark {mark.part}" x="{x:.2f}" y="{y}" width="{width:.2f}" '
-        f'height="{_ROW - 2}" data-row="{row}" '
+        f'<rect class="mark {mark.part}" x="{x:.1f}" width="{width:.1f}" height="{_ROW - 2}" '
         f'data-e="{mark.label} {mark.start_ns} {mark.length_ns}"{focus if first else ""}/>'
     )
     room = int((width - 6) / _LETTER)
-    shown = name if len(name) <= room else name.rpartition(" ")[0] if " " in name else ""
+    shown = name if len(name) <= room else name.partition(" ")[0]
     if 0 < len(shown) <= room:
-        drawn += Markup(f'<text class="on" x="{x + 3:.2f}" y="{y + 9}">{escape(shown)}</text>')
+        drawn += Markup(f'<text class="on" x="{x + 3:.1f}" y="9">{escape(shown)}</text>')
     return drawn
 
 

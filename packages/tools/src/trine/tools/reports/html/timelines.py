@@ -25,7 +25,7 @@ from trine.tools.tracing.reader import RankTrace
 __all__ = ["timelines"]
 
 MAX_RANKS: Final = 16
-_MAX_ROWS: Final = 100
+_MAX_ROWS: Final = 60
 _LEGEND: Final = {
     "compute": "compute",
     "optimizer": "optimizer",
@@ -60,8 +60,10 @@ def timelines(traces: Sequence[RankTrace], run: RunBreakdown) -> Section:
         made = step_timeline(chosen, own, run.alignment)
         caption = f"Step {number}, {why}" if number >= 0 else "The whole recording"
         if made.left_out:
-            caption += f" ({made.left_out} events too short or too deep to be seen left out)"
-        present = {mark.part for lanes in made.ranks.values() for lane in lanes for mark in lane.marks}
+            caption += f" ({made.left_out} shorter or deeper events left out)"
+        present = {
+            mark.part for lanes in made.ranks.values() for lane in lanes for mark in lane.marks
+        }
         legend = [LegendEntry(part, label) for part, label in _LEGEND.items() if part in present]
         drawn = draw_timeline(made, caption)
         figures.append(Figure(caption, drawn, legend, made.labels, wide=True))
@@ -85,12 +87,7 @@ def _worth_showing(run: RunBreakdown) -> list[int]:
 def _parts_of_step(
     steps: dict[int, list[Step]], number: int, ranks: Sequence[int]
 ) -> dict[int, Step]:
-    return {
-        rank: step
-        for rank in ranks
-        for step in steps[rank]
-        if step.number == number
-    }
+    return {rank: step for rank in ranks for step in steps[rank] if step.number == number}
 
 
 def _table(made: StepTimeline, caption: str) -> Table:
