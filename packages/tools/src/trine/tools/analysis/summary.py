@@ -15,6 +15,7 @@ from trine.tools.analysis.breakdown import (
     look_at,
 )
 from trine.tools.analysis.dominant import Waits, dominant
+from trine.tools.analysis.measured import Measured, measure
 from trine.tools.analysis.unit_table import UnitTotals
 from trine.tools.tracing.reader import RankTrace
 
@@ -172,6 +173,7 @@ class Summary:
         dropped: events that did not fit into the recorders.
         units: in the order in which they first communicate.
         clock: how well times of different ranks compare.
+        per_step: what two runs are compared by, with its spread over the steps.
     """
 
     ranks: list[int]
@@ -186,6 +188,7 @@ class Summary:
     dropped: int
     units: list[UnitSummary]
     clock: ClockSummary
+    per_step: Measured
 
 
 def summarize(traces: Iterable[RankTrace]) -> Summary:
@@ -237,6 +240,7 @@ def summarize_looks(looks: Sequence[Look]) -> Summary:
             run.alignment.note,
             -1 if -1 in (errors := run.alignment.error_ns.values()) else max(errors),
         ),
+        per_step=measure(looks[0].header.world_size, run.ranks),
     )
 
 

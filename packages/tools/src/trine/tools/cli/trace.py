@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from trine.tools.cli.check import check
+from trine.tools.cli.diff import diff
 from trine.tools.cli.export import export, merge
 from trine.tools.cli.hang import hang
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require
@@ -45,6 +47,8 @@ def summary(path: Path, as_json: bool) -> None:
             print_summary(result)
 
 
+trace.add_command(check)
+trace.add_command(diff)
 trace.add_command(export)
 trace.add_command(hang)
 trace.add_command(merge)

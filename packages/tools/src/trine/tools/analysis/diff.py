@@ -1,0 +1,104 @@
+"""What changed from one run to another: `diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trine.tools.analysis.change import Change, compare
+from trine.tools.analysis.measured import Measured
+from trine.tools.analysis.spread import Spread
+
+__all__ = ["CollectiveChange", "Diff", "RunFacts", "diff"]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """One of the two runs.
+
+    Attributes:
+        world_size: how many ranks it had.
+        ranks: how many were recorded.
+        steps: how many were compared.
+    """
+
+    world_size: int
+    ranks: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class CollectiveChange:
+    """One kind of collective of one unit, per step and rank.
+
+    Attributes:
+        unit: full name of the module; "" if it belongs to none.
+        operation: such as all_gather.
+        time: how long they were under way, in ns.
+        exposed: how long they blocked the training thread once all had come, in ns.
+        nbytes: bytes that a rank sent.
+        count: how many.
+    """
+
+    unit: str
+    operation: str
+    time: Change
+    exposed: Change
+    nbytes: Change
+    count: Change
+
+
+@dataclass(frozen=True)
+class Diff:
+    """What changed.
+
+    Attributes:
+        before: the first run.
+        after: the second.
+        parts: by part of the step what became of it, `step` first; times in ns, `sent` in
+            bytes; per step, mean over ranks.
+        collectives: those whose time changed most come first.
+    """
+
+    before: RunFacts
+    after: RunFacts
+    parts: dict[str, Change]
+    collectives: list[CollectiveChange]
+
+
+def diff(before: Measured, after: Measured) -> Diff:
+    """Compare two runs: medians over their steps, and whether chance explains the difference."""
+    first = {(each.unit, each.operation): each.numbers for each in before.collectives}
+    second = {(each.unit, each.operation): each.numbers for each in after.collectives}
+    collectives = [
+        _collective(key, first.get(key), second.get(key))
+        for key in dict.fromkeys([*first, *second])
+    ]
+    return Diff(
+        before=_facts(before),
+        after=_facts(after),
+        parts={
+            name: compare(before.parts.get(name), after.parts.get(name))
+            for name in dict.fromkeys([*before.parts, *after.parts])
+        },
+        collectives=sorted(collectives, key=lambda each: -abs(each.time.difference)),
+    )
+
+
+def _facts(run: Measured) -> RunFacts:
+    return RunFacts(run.world_size, run.ranks, run.steps)
+
+
+def _collective(
+    key: tuple[str, str], before: Mapping[str, Spread] | None, after: Mapping[str, Spread] | None
+) -> CollectiveChange:
+    def change(name: str) -> Change:
+        return compare(before[name] if before else None, after[name] if after else None)
+
+    return CollectiveChange(
+        *key,
+        time=change("in_flight_ns"),
+        exposed=change("exposed_ns"),
+        nbytes=change("nbytes"),
+        count=change("count"),
+    )
