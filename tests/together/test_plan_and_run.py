@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from trine.core import tracing
 from trine.core.planning import Plan, PlanRequest
@@ -17,6 +19,7 @@ from trine.distributed.demo.model import GPT, GPTConfig, next_byte_loss
 from trine.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from trine.distributed.planning import plan
 from trine.distributed.testing import run_on_ranks
+from trine.tools.cli import main
 
 # Blocks of 2 MiB, so that rows are large for gloo, and of widths that two ranks do not divide.
 CONFIG = GPTConfig(width=210, depth=3, heads=6, context=16)
@@ -141,3 +144,22 @@ def test_a_run_takes_the_memory_and_sends_the_bytes_of_its_plan(cases: list[Case
         for rank in seen:
             sent = {(unit.unit, op): n for unit in expected.units for op, n in unit.sent.items()}
             assert rank.sent == sent
+
+
+def test_the_command_finds_the_planner_of_the_engine() -> None:
+    place = "trine.distributed.demo.model:GPT"
+    result = CliRunner().invoke(main, ["plan", place, "--mesh", "shard=2"])
+
+    # GPT needs a config: the planner was found, and the mistake is in what was asked for.
+    assert result.exit_code == 1
+    assert "does not make a model when it is called without arguments" in result.output
+
+    result = CliRunner().invoke(main, ["plan", f"{__name__}:small", "--mesh", "shard=2", "--json"])
+
+    assert json.loads(result.output)["plans"][0]["parameters"] == sum(
+        param.numel() for param in GPT(CONFIG).parameters()
+    )
+
+
+def small() -> GPT:
+    return GPT(CONFIG)

@@ -139,7 +139,7 @@ class Plan:
         request: what was asked for.
         units: in the order of the model.
         peak: on the device, at the moment at which it is the most.
-        peak_at: that moment: the phase and the unit, such as "backward of blocks.3".
+        peak_at: that moment: the phase and the unit, such as "in backward of blocks.3".
         between_steps: on the device, after the optimizer's step and without gradients.
         host: in host memory, with `offload`; at most.
         sent: bytes that this rank sends in a step, by the name of the collective.

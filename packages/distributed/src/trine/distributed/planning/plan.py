@@ -171,13 +171,13 @@ class _Step:
 
     def _forward(self, unit: Tree) -> None:
         groups = self._groups[unit.name]
-        self._memory.moment = f"forward of {unit.name}"
+        self._memory.moment = f"in forward of {unit.name}"
         for group in groups:
             self._schedule.pre_forward(group)
         for position, below in enumerate(unit.inside):
             self._save(unit, position)
             self._forward(below)
-            self._memory.moment = f"forward of {unit.name}"
+            self._memory.moment = f"in forward of {unit.name}"
         self._save(unit, len(unit.inside))
         for group in groups:
             self._schedule.post_forward(group, grads_wanted=True)
@@ -188,7 +188,7 @@ class _Step:
         self._memory.add("activations", unit.name, sign * nbytes)
 
     def _backward(self, unit: Tree) -> None:
-        self._memory.moment = f"backward of {unit.name}"
+        self._memory.moment = f"in backward of {unit.name}"
         for group in self._groups[unit.name]:
             self._schedule.pre_backward(group)
         self._save(unit, len(unit.inside), sign=-1)
@@ -196,19 +196,19 @@ class _Step:
             below = unit.inside[position]
             self._backward(below)
             self._finish(below)
-            self._memory.moment = f"backward of {unit.name}"
+            self._memory.moment = f"in backward of {unit.name}"
             self._save(unit, position, sign=-1)
 
     def _finish(self, unit: Tree) -> None:
         groups = self._groups[unit.name]
-        self._memory.moment = f"end of backward of {unit.name}"
+        self._memory.moment = f"at the end of backward of {unit.name}"
         for group in groups:
             group.compute_grads()
         for group in groups:
             self._schedule.post_backward(group)
 
     def _end_backward(self, root: Tree) -> None:
-        self._memory.moment = "end of backward"
+        self._memory.moment = "at the end of backward"
         for group in self._groups[root.name]:
             group.compute_grads()
         self._schedule.end_backward()

@@ -13,6 +13,7 @@ from io import TextIOWrapper
 import click
 
 from trine.tools import __version__
+from trine.tools.cli.plan import plan
 from trine.tools.cli.trace import trace
 from trine.tools.text import printable
 
@@ -108,4 +109,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+main.add_command(plan)
 main.add_command(trace)

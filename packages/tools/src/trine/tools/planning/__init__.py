@@ -1,0 +1,1 @@
+"""What `trine plan` asks of a planner, and how its answer is read."""

@@ -1,0 +1,116 @@
+"""The words of `trine plan` as what they mean: meshes, sizes, units and shapes of batches."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trine.core.planning import PlanError
+
+__all__ = ["batch_of", "mesh_of", "nbytes_of", "reshard_of", "units_of"]
+
+_SIZES: Final = {
+    "": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """`replicate=2,shard=4` as sizes of axes.
+
+    Raises:
+        PlanError: if it is not understood.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (each.strip() for each in part.partition("="))
+        known = name in ("shard", "replicate") and name not in found
+        if not known or not size.isdecimal() or int(size) < 1:
+            raise PlanError(
+                f"--mesh {text!r} is not understood. Expected shard=8, or replicate=2,shard=4."
+            )
+        found[name] = int(size)
+    return {"replicate": found.get("replicate", 1), "shard": found.get("shard", 1)}
+
+
+def nbytes_of(text: str) -> int:
+    """`80GiB` as bytes.
+
+    Raises:
+        PlanError: if it is not understood.
+    """
+    found = _number(text, _SIZES)
+    if found is None:
+        raise PlanError(f"--memory {text!r} is not understood. Expected a size such as 80GiB.")
+    return found
+
+
+def units_of(text: str | None) -> tuple[str, ...] | int | None:
+    """`Block,Embedding` as names of classes, `10M` as a number of parameters.
+
+    Raises:
+        PlanError: if it is neither.
+    """
+    if text is None:
+        return None
+    found = _number(text, _COUNTS)
+    if found is not None:
+        return found
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(name.isidentifier() for name in names):
+        raise PlanError(
+            f"--units {text!r} is not understood. Expected names of classes, such as "
+            "Block,Embedding, or the least number of parameters of a unit, such as 10M."
+        )
+    return names
+
+
+def reshard_of(text: str) -> bool | int | None:
+    """`auto`, `yes`, `no` or a number of ranks, as `fully_shard` takes it.
+
+    Raises:
+        PlanError: if it is none of these.
+    """
+    if text.isdecimal():
+        return int(text)
+    known = {"auto": None, "yes": True, "no": False}
+    if text not in known:
+        raise PlanError(
+            f"--reshard-after-forward {text!r} is not understood. Expected auto, yes, no, or a "
+            "number of ranks."
+        )
+    return known[text]
+
+
+def batch_of(text: str) -> Tensor:
+    """`8x2048:int64` as a tensor without memory; float32 if no dtype is named.
+
+    Raises:
+        PlanError: if it is not understood.
+    """
+    shape, _, name = text.partition(":")
+    dtype = getattr(torch, name or "float32", None)
+    sizes = shape.lower().replace(",", "x").split("x")
+    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in sizes):
+        raise PlanError(
+            f"--batch {text!r} is not understood. Expected a shape and a dtype, such as "
+            "8x2048:int64."
+        )
+    return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+
+
+def _number(text: str, units: dict[str, int]) -> int | None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    factor = None if match is None else units.get(match[2].lower())
+    return None if match is None or factor is None else int(float(match[1]) * factor)
