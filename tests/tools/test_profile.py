@@ -12,7 +12,7 @@ import pytest
 from tests.tools.events import write_rank_file
 from trine.core import tracing
 from trine.tools import Window, profile
-from trine.tools.recording import Profile
+from trine.tools.recording.profiler import Profile
 from trine.tools.tracing import RankTrace, read_traces
 
 

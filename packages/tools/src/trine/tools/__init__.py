@@ -9,7 +9,8 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trine.tools.recording import Window, profile
+    from trine.tools.recording.profiler import profile
+    from trine.tools.recording.window import Window
 
 __version__ = version("trine-tools")
 
@@ -17,9 +18,13 @@ __all__ = ["Window", "__version__", "profile"]
 
 
 def __getattr__(name: str) -> object:
-    # The parts import torch, which `trine --help` need not wait for.
-    if name in ("Window", "profile"):
-        from trine.tools import recording
+    # Recording imports torch, which `trine --help` need not wait for.
+    if name == "profile":
+        from trine.tools.recording.profiler import profile
 
-        return getattr(recording, name)
+        return profile
+    if name == "Window":
+        from trine.tools.recording.window import Window
+
+        return Window
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

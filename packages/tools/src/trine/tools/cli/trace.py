@@ -14,6 +14,7 @@ from trine.tools.cli.export import export, merge
 from trine.tools.cli.hang import hang
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require
 from trine.tools.cli.report import report
+from trine.tools.cli.run import run
 from trine.tools.cli.stragglers import stragglers
 
 # The packages that read traces import torch, by way of trine.core. Commands import
@@ -24,7 +25,7 @@ __all__ = ["trace"]
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def trace() -> None:
-    """Merge, sum up and explain the traces of a run."""
+    """Record a run; merge, sum up and explain its traces."""
 
 
 @trace.command()
@@ -53,4 +54,5 @@ trace.add_command(export)
 trace.add_command(hang)
 trace.add_command(merge)
 trace.add_command(report)
+trace.add_command(run)
 trace.add_command(stragglers)

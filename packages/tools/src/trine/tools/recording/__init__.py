@@ -1,6 +1,4 @@
-"""Choose what to record of a run, and have every rank record it."""
+"""Choose what to record of a run, and have every rank record it.
 
-from trine.tools.recording.profiler import Profile, profile
-from trine.tools.recording.window import Window
-
-__all__ = ["Profile", "Window", "profile"]
+Importing this package imports none of its parts: the command must not wait for torch.
+"""

@@ -127,13 +127,26 @@ class Profile:
         if self._recorder is None or self._told is not None:
             return
         now = perf_counter_ns()
-        if self._phase() == "record":
-            event = TraceEvent("span", "step", "step", "", 0, None, self._began_ns, now)
-            self._recorder.record(event)
+        self.report(TraceEvent("span", "step", "step", "", 0, None, self._began_ns, now))
         self._began_ns = now
         self._set_step(tracing.current_step() + 1)
         self._steps += 1
         self._listen()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the present step is recorded."""
+        return self._recorder is not None and self._sink is self._recorder
+
+    def report(self, event: TraceEvent) -> None:
+        """Record an event that was made elsewhere, if the present step is recorded."""
+        if self._recorder is not None and self._sink is self._recorder:
+            self._recorder.record(event)
+
+    @property
+    def path(self) -> Path | None:
+        """The file of this rank; None where it cannot be written."""
+        return None if self._recorder is None else self._recorder.path
 
     def _set_step(self, number: int) -> None:
         self._telling = True

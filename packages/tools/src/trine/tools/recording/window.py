@@ -46,6 +46,22 @@ class Window:
         if self.record < 1:
             raise ValueError(f"record is {self.record}; a window records at least one step.")
 
+    @classmethod
+    def parse(cls, text: str) -> Window:
+        """The window that a text describes: `20` is one step, `20-29` are ten.
+
+        Raises:
+            ValueError: if it describes none.
+        """
+        first, dash, last = text.partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+            raise ValueError(
+                f"{text!r} is neither the number of a step nor a first and a last one, counted "
+                "from 0: 20 or 20-29."
+            )
+        return cls(skip=int(first), record=int(last) - int(first) + 1)
+
     def phase(self, step: int) -> Phase:
         """What is done in a step.
 
