@@ -12,6 +12,7 @@ from trine.tools.cli.check import check
 from trine.tools.cli.diff import diff
 from trine.tools.cli.export import export, merge
 from trine.tools.cli.hang import hang
+from trine.tools.cli.memory import memory
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require
 from trine.tools.cli.report import report
 from trine.tools.cli.run import run
@@ -52,6 +53,7 @@ trace.add_command(check)
 trace.add_command(diff)
 trace.add_command(export)
 trace.add_command(hang)
+trace.add_command(memory)
 trace.add_command(merge)
 trace.add_command(report)
 trace.add_command(run)
