@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from tests.tools.training import Times, recorded, train, write_run
 from trine.core.tracing import TraceEvent
 from trine.tools.analysis.check import Check, check
 from trine.tools.cli import main
+from trine.tools.reports.check_table import print_check
 
 Run = list[list[TraceEvent]]
 
@@ -72,6 +74,9 @@ def test_over_the_limit_and_within_noise_is_said_and_passes() -> None:
     found = checked(train(compute=longer), train(compute=times), step=0.01)
 
     assert [each.outcome for each in found.checked] == ["within noise"]
+    out = io.StringIO()
+    print_check(found, out)
+    assert "chance may be why: the step grew by 6.2% (limit 1%)." in out.getvalue()
 
 
 def test_what_is_not_worth_a_thought_is_not_worse() -> None:
@@ -98,7 +103,7 @@ def test_a_run_that_is_no_worse_passes(tmp_path: Path, baseline: Path) -> None:
 
     assert result.exit_code == 0
     assert result.output.startswith(
-        "No worse than the baseline: medians of 10 steps against 10 of the baseline.\n"
+        "No worse than the baseline.\nCompared: medians of 10 steps against 10 of the baseline.\n"
     )
 
 

@@ -56,6 +56,10 @@ def test_a_difference_counts_if_chance_does_not_explain_it(
     assert compare(before, after).verdict == verdict
 
 
+def test_counted_numbers_differ_by_the_smallest_amount() -> None:
+    assert compare(Spread(100, 0, 10), Spread(101, 0, 10), exact=True).verdict == "more"
+
+
 def test_runs_that_differ_by_chance_alone_mostly_look_unchanged() -> None:
     chance = random.Random(3)
 
@@ -109,7 +113,7 @@ def test_the_text_says_what_got_slower() -> None:
 @pytest.mark.parametrize(
     ("after", "said"),
     [
-        (train(), "Steps take as long as before, 550 us and 550 us"),
+        (train(), "Steps take as long as before: 550 us, now 550 us."),
         (train(steps=3, load=lambda step: 500), "but there are too few to tell"),
         (train(world_size=4), "the runs have different numbers of ranks"),
         (train(compute=lambda step: 200), "Steps got faster, from 550 us to 350 us"),
@@ -118,6 +122,15 @@ def test_the_text_says_what_got_slower() -> None:
 )
 def test_the_first_lines_say_how_the_runs_compare(after: Run, said: str) -> None:
     assert said in shown(train(), after)
+
+
+def test_what_chance_may_explain_is_said_with_how_much() -> None:
+    text = shown(
+        train(compute=lambda step: 400 + 200 * (step % 2)),
+        train(compute=lambda step: 440 + 200 * (step % 2)),
+    )
+
+    assert "Steps took 650 us, now 690 us (+6.2%), but chance explains up to 249 us" in text
 
 
 def test_many_units_are_cut_short_on_the_screen() -> None:

@@ -1,8 +1,8 @@
 """Whether a number got larger or smaller from one run to another, or only looks so.
 
 Two medians differ by chance. A difference counts if it exceeds three times the error that
-the spreads over the steps leave, and two percent: runs of the same program on the same
-machine differ by more than their steps tell.
+the spreads over the steps leave. One of times has to exceed two percent, too: runs of the
+same program on the same machine differ by more than their steps tell.
 """
 
 from __future__ import annotations
@@ -45,16 +45,19 @@ class Change:
     verdict: Verdict
 
 
-def compare(before: Spread | None, after: Spread | None) -> Change:
+def compare(before: Spread | None, after: Spread | None, *, exact: bool = False) -> Change:
     """What became of a number.
 
     Args:
         before: over the steps of the first run; None if it has no such number.
         after: over those of the second.
+        exact: it is counted, not measured: the same program gives the same number.
     """
     old, new = before or Spread(0, 0, 0), after or Spread(0, 0, 0)
     difference = new.median - old.median
-    noise = max(_ERRORS * hypot(old.error, new.error), _LEAST * abs(old.median))
+    noise = _ERRORS * hypot(old.error, new.error)
+    if not exact:
+        noise = max(noise, _LEAST * abs(old.median))
     verdict: Verdict
     if before is None or after is None:
         verdict = "gone" if before else "new" if after else "unchanged"

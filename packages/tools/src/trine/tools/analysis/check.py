@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from trine.tools.analysis.change import FEWEST_STEPS, compare
-from trine.tools.analysis.measured import Measured
+from trine.tools.analysis.measured import COUNTED, Measured
 from trine.tools.errors import NotComparableError
 
 __all__ = ["ALWAYS", "Check", "Checked", "check"]
@@ -67,6 +67,11 @@ class Check:
         """What failed."""
         return [each for each in self.checked if each.outcome == "worse"]
 
+    @property
+    def unclear(self) -> list[Checked]:
+        """What exceeds its limit by no more than chance explains."""
+        return [each for each in self.checked if each.outcome == "within noise"]
+
 
 def check(run: Measured, baseline: Measured, limits: Mapping[str, float]) -> Check:
     """Compare a run with its baseline.
@@ -103,7 +108,7 @@ def check(run: Measured, baseline: Measured, limits: Mapping[str, float]) -> Che
 
 def _checked(name: str, run: Measured, baseline: Measured, limit: float) -> Checked:
     before, after = baseline.parts[name], run.parts[name]
-    change = compare(before, after)
+    change = compare(before, after, exact=name in COUNTED)
     allowed = limit * before.median
     if name not in ALWAYS:
         allowed = max(allowed, _NEGLIGIBLE * baseline.parts["step"].median)

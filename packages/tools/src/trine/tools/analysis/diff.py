@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trine.tools.analysis.change import Change, compare
-from trine.tools.analysis.measured import Measured
+from trine.tools.analysis.measured import COUNTED, Measured
 from trine.tools.analysis.spread import Spread
 
 __all__ = ["CollectiveChange", "Diff", "RunFacts", "diff"]
@@ -78,7 +78,7 @@ def diff(before: Measured, after: Measured) -> Diff:
         before=_facts(before),
         after=_facts(after),
         parts={
-            name: compare(before.parts.get(name), after.parts.get(name))
+            name: compare(before.parts.get(name), after.parts.get(name), exact=name in COUNTED)
             for name in dict.fromkeys([*before.parts, *after.parts])
         },
         collectives=sorted(collectives, key=lambda each: -abs(each.time.difference)),
@@ -92,13 +92,14 @@ def _facts(run: Measured) -> RunFacts:
 def _collective(
     key: tuple[str, str], before: Mapping[str, Spread] | None, after: Mapping[str, Spread] | None
 ) -> CollectiveChange:
-    def change(name: str) -> Change:
-        return compare(before[name] if before else None, after[name] if after else None)
+    def change(name: str, exact: bool = False) -> Change:
+        old = before[name] if before else None
+        return compare(old, after[name] if after else None, exact=exact)
 
     return CollectiveChange(
         *key,
         time=change("in_flight_ns"),
         exposed=change("exposed_ns"),
-        nbytes=change("nbytes"),
-        count=change("count"),
+        nbytes=change("nbytes", exact=True),
+        count=change("count", exact=True),
     )

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from trine.tools.analysis.disagreements import differences, elements
 from trine.tools.analysis.last_seen import LastSeen, last_seen
-from trine.tools.analysis.sequences import SYNCHRONIZING, GroupCalls, group_calls
+from trine.tools.analysis.sequences import GroupCalls, group_calls
 from trine.tools.analysis.waits_for import waits_for
 from trine.tools.tracing.clock import align
+from trine.tools.tracing.matching import SYNCHRONIZING
 from trine.tools.tracing.reader import RankTrace
 
 __all__ = ["Call", "Hang", "Stuck", "find_hang"]
@@ -130,9 +131,8 @@ def find_hang(traces: Sequence[RankTrace], unreadable: Mapping[str, str] | None 
     world_size = traces[0].header.world_size
     read = [trace.header.rank for trace in traces]
     no_file = sorted(set(range(world_size)) - set(read))
-    offset_ns = align(traces).offset_ns
     groups = group_calls(traces)
-    job = _Job({trace.header.rank: trace for trace in traces}, no_file, offset_ns, groups)
+    job = _Job({trace.header.rank: trace for trace in traces}, no_file, _offsets(traces), groups)
     found = [each for calls in groups if (each := _stuck(calls, job)) is not None]
     chains = waits_for(
         {each.group: {call.rank for call in each.calls if not call.through} for each in found},
@@ -157,6 +157,13 @@ def find_hang(traces: Sequence[RankTrace], unreadable: Mapping[str, str] | None 
         under_way=[each for each in stuck if each not in findings],
         cycle=chains.cycle,
     )
+
+
+def _offsets(traces: Sequence[RankTrace]) -> dict[int, int]:
+    """What is added to each rank's times to get rank 0's; at the end, which is looked at."""
+    alignment = align(traces)
+    last = {t.header.rank: int(t.events.end_ns.max()) if len(t.events) else 0 for t in traces}
+    return {rank: alignment.to_common(rank, at) - at for rank, at in last.items()}
 
 
 @dataclass(frozen=True, eq=False)

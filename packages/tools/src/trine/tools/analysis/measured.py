@@ -17,7 +17,10 @@ from trine.tools.analysis.breakdown import PARTS, RankBreakdown
 from trine.tools.analysis.spread import Spread
 from trine.tools.analysis.unit_table import NUMBERS
 
-__all__ = ["Measured", "MeasuredCollective", "measure"]
+__all__ = ["COUNTED", "Measured", "MeasuredCollective", "measure"]
+
+COUNTED: Final = ("sent",)
+"""Parts that are counted; the others are measured, in ns."""
 
 _FIELDS: Final = {
     "step": "total_ns",

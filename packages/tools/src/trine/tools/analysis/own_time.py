@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trine.tools.analysis.intervals import Cover, outermost
+from trine.tools.analysis.steps import steps_of, training_thread
 from trine.tools.tracing.events import Events
 from trine.tools.tracing.reader import RankTrace
 
@@ -54,14 +55,11 @@ class OwnTime:
 def own_time(trace: RankTrace) -> OwnTime:
     """The own time of a rank per step and phase; no steps if none were recorded."""
     events = trace.events
-    thread = _training_thread(events)
-    spans = events.is_kind("span") & (events.thread == thread)
-    steps = (spans & events.is_category("step")).nonzero().flatten()
-    steps = steps[outermost(events.start_ns[steps], events.end_ns[steps])]
-    if trace.dropped:
-        steps = steps[1:]  # its begin may be among what was dropped
-    ends = events.end_ns[steps]
-    starts = torch.cat([events.start_ns[steps][:1], ends[:-1]])
+    spans = events.is_kind("span") & (events.thread == training_thread(events))
+    steps = [step for step in steps_of(trace) if step.number >= 0]
+    ends = torch.tensor([step.end_ns for step in steps], dtype=torch.int64)
+    starts = torch.tensor([step.start_ns for step in steps[:1]], dtype=torch.int64)
+    starts = torch.cat([starts, ends[:-1]])
     blocked_at = (spans & events.is_category("comm")).nonzero().flatten()
     blocked = Cover.of(events.start_ns[blocked_at], events.end_ns[blocked_at])
     own_ns = ends - starts - blocked.within(starts, ends)
@@ -73,18 +71,11 @@ def own_time(trace: RankTrace) -> OwnTime:
     return OwnTime(
         rank=trace.header.rank,
         host=trace.header.host,
-        numbers=events.step[steps],
+        numbers=torch.tensor([step.number for step in steps], dtype=torch.int64),
         total_ns=ends - starts,
         own_ns=own_ns,
         phases=phases,
     )
-
-
-def _training_thread(events: Events) -> int:
-    """Place of the thread that reported the steps, else of the one that reported most."""
-    steps = events.is_category("step") & events.is_kind("span")
-    threads = events.thread[steps] if bool(steps.any()) else events.thread
-    return int(threads.bincount().argmax()) if threads.numel() else -1
 
 
 def _phases(events: Events, spans: Tensor) -> dict[str, Cover]:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from trine.tools.tracing.columns import Texts
 from trine.tools.tracing.events import Events
-from trine.tools.tracing.matching import SYNCHRONIZING
 from trine.tools.tracing.reader import RankTrace
 
-__all__ = ["SYNCHRONIZING", "GroupCalls", "group_calls"]
+__all__ = ["GroupCalls", "group_calls"]
 
 _LAST: Final = 1 << 62
 _STEPS_ASKED: Final = 3  # the recording of the first may have lost its beginning

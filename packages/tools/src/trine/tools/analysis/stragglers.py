@@ -9,7 +9,6 @@ the spread between ranks and between steps; `Threshold` has the numbers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -124,6 +123,7 @@ class Stragglers:
         hosts: the latest first.
         left_out: ranks that recorded no step.
         skew: of the collectives.
+        clock_note: how well times of different ranks compare; only the skew depends on it.
         threshold: when a rank stands out.
     """
 
@@ -134,6 +134,7 @@ class Stragglers:
     hosts: list[HostLateness]
     left_out: list[int]
     skew: Skew
+    clock_note: str
     threshold: Threshold = field(default_factory=Threshold)
 
     @property
@@ -163,6 +164,7 @@ def find_stragglers(traces: Sequence[RankTrace], threshold: Threshold | None = N
         hosts=_hosts(ranks),
         left_out=sorted({trace.header.rank for trace in traces} - {each.rank for each in own}),
         skew=_skew(came.skew_ns),
+        clock_note=came.note,
         threshold=threshold,
     )
 
@@ -173,10 +175,6 @@ def _shared_steps(own: Sequence[OwnTime]) -> list[OwnTime]:
         return []
     numbers = own[0].numbers
     for each in own:
-        if torch.unique_consecutive(each.numbers).numel() < each.numbers.numel():
-            # Not numbered: the last ones, since a full recorder keeps those.
-            count = min(other.numbers.numel() for other in own)
-            return [other.take(torch.arange(-count, 0) + other.numbers.numel()) for other in own]
         numbers = numbers[torch.isin(numbers, each.numbers)]
     return [each.take(torch.isin(each.numbers, numbers).nonzero().flatten()) for each in own]
 
@@ -204,9 +202,7 @@ def _ranks(own: Sequence[OwnTime], came: Arrivals, threshold: Threshold) -> list
         phase = max(phases, key=lambda name: float(phases[name][row]))
         lost_ns = float(phases[phase][row])
         waits = came.waits_ns[each.rank]
-        same = Counter(each.numbers.tolist())
-        # Steps without numbers all have the same one, and share what was waited in it.
-        waits_ns = median(waits.get(number, 0) / same[number] for number in same.elements())
+        waits_ns = median(waits.get(number, 0) for number in each.numbers.tolist())
         arrives_ns = came.late_ns[each.rank]
         ranks.append(
             RankLateness(
@@ -221,7 +217,7 @@ def _ranks(own: Sequence[OwnTime], came: Arrivals, threshold: Threshold) -> list
                 phase=phase if lost_ns > 0 else "",
                 phase_ns=max(0.0, lost_ns),
                 arrives_ns=float(arrives_ns.median()) if arrives_ns.numel() else -1.0,
-                waits_ns=waits_ns,
+                waits_ns=float(waits_ns),
                 stands_out=bool(stands_out[row]),
             )
         )

@@ -6,6 +6,7 @@ import sys
 from typing import TextIO
 
 from trine.tools.analysis.check import Check, Checked
+from trine.tools.analysis.measured import COUNTED
 from trine.tools.reports.tables import print_table
 from trine.tools.text import format_nbytes, format_ns, printable
 
@@ -26,24 +27,28 @@ def print_check(found: Check, file: TextIO | None = None) -> None:
 
 def _lines(found: Check) -> list[str]:
     counts = f"{found.steps} steps against {found.baseline_steps} of the baseline"
-    if not found.worse:
-        return [f"No worse than the baseline: medians of {counts}."]
-    return [*map(_sentence, found.worse), f"Compared: medians of {counts}."]
+    lines = [f"Worse: {_grew(each)}, from {_pair(each)}." for each in found.worse]
+    lines += [f"Over the limit, but chance may be why: {_grew(each)}." for each in found.unclear]
+    if found.unclear:
+        lines.append("Record more steps, or on a quieter machine, to tell.")
+    if not lines:
+        lines.append("No worse than the baseline.")
+    return [*lines, f"Compared: medians of {counts}."]
 
 
-def _sentence(each: Checked) -> str:
+def _grew(each: Checked) -> str:
     name = {"step": "the step", "sent": "what a rank sends"}.get(each.name, printable(each.name))
     by = "from nothing" if each.share is None else f"by {each.share:.1%}"
-    return f"Worse: {name} grew {by} (limit {_limit(each.limit)}), from {_pair(each)}."
+    return f"{name} grew {by} (limit {_limit(each.limit)})"
 
 
 def _pair(each: Checked) -> str:
-    form = format_nbytes if each.name == "sent" else format_ns
+    form = format_nbytes if each.name in COUNTED else format_ns
     return f"{form(each.before)} to {form(each.after)}"
 
 
 def _row(each: Checked) -> list[str]:
-    form = format_nbytes if each.name == "sent" else format_ns
+    form = format_nbytes if each.name in COUNTED else format_ns
     return [
         printable(each.name),
         form(each.before),

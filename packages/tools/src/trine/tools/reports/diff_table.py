@@ -8,12 +8,14 @@ from typing import Final, TextIO
 
 from trine.tools.analysis.change import Change
 from trine.tools.analysis.diff import CollectiveChange, Diff, RunFacts
+from trine.tools.analysis.measured import COUNTED
 from trine.tools.reports.tables import print_table
 from trine.tools.text import format_nbytes, format_ns, printable
 
 __all__ = ["print_diff"]
 
 _SHOWN: Final = 20
+_SAME: Final = 0.02  # of a step: nobody asks why
 
 _OF_TIME: Final = {
     "more": "slower",
@@ -76,7 +78,10 @@ def _verdict(total: Change) -> str:
     before, after = format_ns(total.before.median), format_ns(total.after.median)
     chance = f"chance explains up to {format_ns(total.noise)}"
     if total.verdict == "unchanged":
-        return f"Steps take as long as before, {before} and {after}: {chance}."
+        if abs(total.share or 0) < _SAME:
+            return f"Steps take as long as before: {before}, now {after}."
+        share = _percent(total.share)
+        return f"Steps took {before}, now {after} ({share}), but {chance}: record more steps."
     by = f"{format_ns(abs(total.difference))} ({_percent(total.share)})"
     if total.verdict == "unsure":
         return f"Steps took {before} and now {after}, but there are too few to tell."
@@ -91,7 +96,7 @@ def _facts(run: RunFacts) -> str:
 
 
 def _row(name: str, change: Change) -> list[str]:
-    form, words = (format_nbytes, _OF_BYTES) if name == "sent" else (format_ns, _OF_TIME)
+    form, words = (format_nbytes, _OF_BYTES) if name in COUNTED else (format_ns, _OF_TIME)
     return [
         printable(name),
         *_two(change, form),

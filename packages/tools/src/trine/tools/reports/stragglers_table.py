@@ -75,6 +75,8 @@ def _heading(found: Stragglers) -> list[str]:
             f"ranks come to a collective within {format_ns(skew.median_ns)} (median), "
             f"{format_ns(skew.p95_ns)} (p95), {format_ns(skew.max_ns)} (max) of each other"
         )
+        if len(found.hosts) > 1:
+            lines.append(printable(found.clock_note))
     return lines
 
 
