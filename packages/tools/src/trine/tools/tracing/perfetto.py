@@ -125,11 +125,18 @@ class _Rank:
                 uuid = next(self._uuids)
                 yield _track(uuid, own, next(order), lane.label)
             yield from self._lane(uuid, lane.places)
-        for label, places in _counters(self._events):
-            uuid = next(self._uuids)
-            nbytes = label.startswith("memory.")
-            yield _track(uuid, own, next(order), label, counter=_SIZE_BYTES if nbytes else 0)
-            yield from self._curve(uuid, places)
+        for name, curves in _counters(self._events).items():
+            # A counter of many units is one track, which folds theirs.
+            shared = next(self._uuids)
+            nbytes = _SIZE_BYTES if name.startswith("memory.") else 0
+            alone = list(curves) == [""]
+            yield _track(shared, own, next(order), name, counter=nbytes if alone else None)
+            for place, (unit, places) in enumerate(curves.items()):
+                uuid = shared
+                if not alone:
+                    uuid = next(self._uuids)
+                    yield _track(uuid, shared, place, unit or "(no unit)", counter=nbytes)
+                yield from self._curve(uuid, places)
 
     def _lane(self, uuid: int, places: Tensor) -> Iterator[bytes]:
         """See Note [One lane after the other]."""
@@ -220,16 +227,20 @@ class _Rank:
         return known
 
 
-def _counters(events: Events) -> Iterator[tuple[str, Tensor]]:
-    """Label and places, in the order of time, of each curve."""
+def _counters(events: Events) -> dict[str, dict[str, Tensor]]:
+    """Name and unit to the places, in the order of time, of each curve; as they first occur."""
     # A curve has no place for NaN and infinity.
     chosen = (events.is_kind("counter") & events.value.isfinite()).nonzero().flatten()
     chosen = chosen[events.start_ns[chosen].argsort(stable=True)]
-    pairs = torch.stack([events.name[chosen], events.unit[chosen]], dim=1)
-    present, inverse = torch.unique(pairs, dim=0, return_inverse=True)
-    for index, (name, unit) in enumerate(present.tolist()):
-        shown = events.texts[name] + (f" {events.texts[unit]}" if unit else "")
-        yield shown, chosen[inverse == index]
+    keys = events.name[chosen].long() * len(events.texts) + events.unit[chosen]
+    curves: dict[str, dict[str, Tensor]] = {}
+    order = keys.argsort(stable=True)
+    _, counts = torch.unique_consecutive(keys[order], return_counts=True)
+    parts = torch.split(chosen[order], counts.tolist())
+    for places in sorted(parts, key=lambda own: int(events.start_ns[own[0]])):
+        name, unit = int(events.name[places[0]]), int(events.unit[places[0]])
+        curves.setdefault(events.texts[name], {})[events.texts[unit]] = places
+    return curves
 
 
 def _track(
