@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from trine.core import tracing
 from trine.distributed._fsdp.buffers import BufferPool
@@ -42,8 +43,40 @@ __all__ = [
 # torch 2.13 renamed these and warns about the old names; 2.11 has only the old ones.
 # Looked up by name, because type checkers refuse the old ones.
 _by_name: dict[str, Callable[..., dist.Work | None]] = vars(dist)
-_all_gather_single = _by_name.get("all_gather_single") or _by_name["all_gather_into_tensor"]
-_reduce_scatter_single = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
+_all_gather = _by_name.get("all_gather_single") or _by_name["all_gather_into_tensor"]
+_reduce_scatter = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
+
+
+# What torch's functions check and look up before they call the group costs the host more than
+# the call. The engine's groups and tensors are known to be right, so it calls the group itself.
+def _all_gather_single(
+    out: Tensor, shard: Tensor, *, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    start = getattr(group, "all_gather_single", None)
+    if start is None or out.is_complex():  # torch 2.12, or for torch to take apart
+        return _all_gather(out, shard, group=group, async_op=async_op)
+    options = distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    work: dist.Work | None = start(out, shard, options)
+    return work
+
+
+def _reduce_scatter_single(
+    out: Tensor,
+    rows: Tensor,
+    *,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup,
+    async_op: bool,
+) -> dist.Work | None:
+    start = getattr(group, "reduce_scatter_single", None)
+    if start is None or out.is_complex():
+        return _reduce_scatter(out, rows, op=op, group=group, async_op=async_op)
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    options.asyncOp = async_op
+    work: dist.Work | None = start(out, rows, options)
+    return work
 
 
 # Of a row, from where scatters are no slower than an all-to-all, and memory counts.

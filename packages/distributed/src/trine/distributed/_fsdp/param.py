@@ -16,9 +16,10 @@ communicate and owns no buffer.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -32,6 +33,7 @@ from trine.distributed._fsdp.layout import ShardLayout
 from trine.distributed._fsdp.optimizer_steps import StepCount
 from trine.distributed._fsdp.successors import note_owner, note_successor
 from trine.distributed._fsdp.torch_internals import (
+    Faces,
     copy_grad_hooks,
     dtensor_over,
     local_tensor,
@@ -43,7 +45,9 @@ from trine.distributed._fsdp.torch_internals import (
 )
 from trine.distributed.mesh import MeshAxes
 
-__all__ = ["ShardedParam", "Slot", "attributes_of", "rows_in"]
+__all__ = ["ShardedParam", "Slot", "attributes_of", "faces_of", "rows_in", "trainable"]
+
+_requires_grad = attrgetter("requires_grad")
 
 _OF_DTENSOR = ("_local_tensor", "_spec", "_is_param")
 
@@ -58,6 +62,19 @@ class Slot:
     def get(self) -> nn.Parameter | None:
         """What is there now."""
         return module_parameters(self.module).get(self.name)
+
+
+def trainable(params: Sequence[nn.Parameter]) -> list[bool]:
+    """Which of `params` are not frozen."""
+    return list(map(_requires_grad, params))
+
+
+def faces_of(found: Iterable[tuple[Slot, nn.Parameter | None]]) -> Faces:
+    """What to put where, so that each slot has its parameter; each module once, to be quick."""
+    by_module: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+    for slot, face in found:
+        by_module.setdefault(slot.module, {})[slot.name] = face
+    return list(by_module.items())
 
 
 def rows_in(flat: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
@@ -318,6 +335,11 @@ class ShardedParam:
         """
         return tensor if self._before is None else self._before.local_grad(tensor)
 
+    @property
+    def linked(self) -> bool:
+        """Whether the group's buffer is the parameter's own memory."""
+        return self._linked
+
     def fill(self) -> None:
         """Bring the group's buffer up to date, if it is not the parameter's own memory."""
         if not self._linked:
@@ -325,11 +347,11 @@ class ShardedParam:
 
     def show_sharded(self) -> None:
         """Put the sharded face into the slots."""
-        put_parameters(self.places(self.sharded))
+        put_parameters(self.faces(self.sharded))
 
-    def places(self, face: nn.Parameter) -> list[tuple[nn.Module, str, nn.Parameter | None]]:
+    def faces(self, face: nn.Parameter) -> Faces:
         """What to put where, so that modules have `face`."""
-        return [(slot.module, slot.name, face) for slot in self.slots]
+        return faces_of((slot, face) for slot in self.slots)
 
     def follow_unsharded(self) -> None:
         """Have the sharded face frozen or unfrozen as the user did the whole one, if so."""

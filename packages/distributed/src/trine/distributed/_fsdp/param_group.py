@@ -14,7 +14,7 @@ from enum import Enum
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trine.core import tracing
 from trine.core.devices import Event
@@ -27,11 +27,12 @@ from trine.distributed._fsdp.memory_counters import MemoryCounters
 from trine.distributed._fsdp.modes import without_grad
 from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.optimizer_steps import StepCount, count_optimizer_steps
-from trine.distributed._fsdp.param import ShardedParam, rows_in
+from trine.distributed._fsdp.param import ShardedParam, faces_of, rows_in, trainable
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
 from trine.distributed._fsdp.subgroup import SubgroupGather
 from trine.distributed._fsdp.torch_internals import (
+    Faces,
     all_stand,
     backward_running,
     put_parameters,
@@ -155,16 +156,14 @@ class ParamGroup:
                 else:
                     self._padded.append(padded)
         self._flat = flat
-        self._sharded_places = [at for param in self.params for at in param.places(param.sharded)]
-        self._unsharded_places = [
-            at
-            for param in self.params
-            if param.unsharded is not None
-            for at in param.places(param.unsharded)
-        ]
+        self._sharded_faces = self._faces([param.sharded for param in self.params])
+        self._wholes = [param.unsharded for param in self.params if param.unsharded is not None]
+        self._whole_faces = self._faces(self._wholes)
         self._watched = [param.sharded for param in self.params]
-        self._first_places = [param.places(param.sharded)[0] for param in self.params]
-        self._first_locals = [param.local for param in self.params]
+        self._stood = faces_of((param.slots[0], param.sharded) for param in self.params)
+        self._locals = [param.local for param in self.params]
+        self._apart = [param for param in self.params if not param.linked]
+        self._shown = trainable(self._watched)
         self._whole_flat = whole
         self._whole = whole.untyped_storage()
         self._whole_nbytes = self._whole.nbytes()
@@ -172,9 +171,13 @@ class ParamGroup:
         self._drop_piece()
         self._reducer.forget_buffers()
 
+    def _faces(self, params: Sequence[nn.Parameter]) -> Faces:
+        owned = zip(self.params, params, strict=True)
+        return faces_of((slot, face) for param, face in owned for slot in param.slots)
+
     def _moved(self) -> bool:
         """Whether somebody exchanged a parameter or its memory."""
-        if all_stand(self._first_places, self._first_locals):
+        if all_stand(self._stood, self._watched, self._locals):
             return False
         return any(param.moved for param in self.params)
 
@@ -186,7 +189,7 @@ class ParamGroup:
             refuse_meta(self.meta_names(), self.home)
             self._refuse_elsewhere()
             self._allocate()
-        for param in self.params:
+        for param in self._apart:
             param.fill()
 
     @property
@@ -283,7 +286,7 @@ class ParamGroup:
             self._refresh(moved)
         elif moved:
             slots = [slot for param in self.params for slot in param.slots]
-            self._sharded_places = [(slot.module, slot.name, slot.get()) for slot in slots]
+            self._sharded_faces = faces_of((slot, slot.get()) for slot in slots)
         flat = self._flat
         assert flat is not None
         if self._again is not None and self._again.holds_piece:
@@ -306,7 +309,7 @@ class ParamGroup:
         )
         shard = flat if sends_as_is else out[self.comm.rank]
 
-        sent = out[0].nbytes * (self.comm.world_size - 1)
+        sent = flat.numel() * out.element_size() * (self.comm.world_size - 1)
         transfer = Transfer("all_gather", self._gather_dtype, sent)
 
         def gather() -> Pending:
@@ -363,9 +366,8 @@ class ParamGroup:
                     self._copy_out_around(gather.out, gather.own)
             self.comm.release(gather.out)
         if not gather.recalled:
-            for param in self.params:
-                param.follow_sharded()
-        put_parameters(self._unsharded_places)
+            self._follow_sharded()
+        put_parameters(self._whole_faces)
         self._holds = _Storage.WHOLE
         self._tell_memory()
 
@@ -416,9 +418,8 @@ class ParamGroup:
         if self._fetched is not None:
             self._fetched.synchronize()  # from here on anybody may write to them
             self._fetched = None
-        for param in self.params:
-            param.follow_unsharded()
-        put_parameters(self._sharded_places)
+        self._follow_unsharded()
+        put_parameters(self._sharded_faces)
         self._whole.resize_(0)
         self._holds = _Storage.EMPTY
         self._tell_memory()
@@ -446,7 +447,7 @@ class ParamGroup:
 
     def take_back(self) -> None:
         """Show the sharded parameters again, whatever is in the slots."""
-        put_parameters(self._sharded_places)
+        put_parameters(self._sharded_faces)
         self._holds = _Storage.EMPTY
 
     def gather_again_among_all(self) -> None:
@@ -472,8 +473,20 @@ class ParamGroup:
     def _follow_shown(self) -> None:
         """Know which parameters are trained, also if a user chose it while they were whole."""
         if self._holds is _Storage.WHOLE:
+            self._follow_unsharded()
+
+    def _follow_unsharded(self) -> None:
+        if trainable(self._wholes) != self._shown:
             for param in self.params:
                 param.follow_unsharded()
+            self._shown = trainable(self._wholes)
+
+    def _follow_sharded(self) -> None:
+        now = trainable(self._watched)
+        if now != self._shown or trainable(self._wholes) != now:
+            for param in self.params:
+                param.follow_sharded()
+            self._shown = now
 
     @without_grad
     def take_up_grads(self) -> bool:

@@ -218,7 +218,7 @@ class GradReducer:
         if tracing.enabled:
             self._memory.tell_buffers(self.comm.pool)
         del grads
-        transfer = Transfer("reduce_scatter", dtype, rows[0].nbytes * (ranks - 1))
+        transfer = Transfer("reduce_scatter", dtype, rows.nbytes // ranks * (ranks - 1))
         pending = self._transfers.start(
             transfer, rows, lambda: self._reduce_scatter(rows, plan), self.comm.ledger
         )

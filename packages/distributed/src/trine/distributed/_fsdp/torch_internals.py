@@ -7,9 +7,10 @@ test_torch_internals.py` runs the engine with each of them missing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from operator import attrgetter, is_
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 __all__ = [
+    "Faces",
     "all_stand",
     "apply_grad_hooks",
     "asked_by_torchs_checkpoints",
@@ -98,10 +100,17 @@ def module_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def put_parameters(places: Sequence[tuple[nn.Module, str, nn.Parameter | None]]) -> None:
-    """Put each parameter into its module under its name."""
-    for module, name, param in places:
-        module._parameters[name] = param
+Faces = Sequence[tuple[nn.Module, Mapping[str, nn.Parameter | None]]]
+"""Modules, and which parameters they have under which names."""
+
+
+def put_parameters(faces: Faces) -> None:
+    """Put the parameters into their modules."""
+    for module, params in faces:
+        module._parameters.update(params)
+
+
+_local_tensor_of = attrgetter("_local_tensor")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -173,25 +182,24 @@ def versions_of(tensors: Sequence[Tensor]) -> int:
         return 0
 
 
-def all_stand(
-    places: Sequence[tuple[nn.Module, str, nn.Parameter | None]], locals_: Sequence[Tensor]
-) -> bool:
+def all_stand(faces: Faces, params: Sequence[nn.Parameter], locals_: Sequence[Tensor]) -> bool:
     """Whether all are where they were, each with the same memory; in one go, for the hot path.
 
     Args:
-        places: modules, names, and which DTensor parameter stood there.
-        locals_: the tensors that these held.
+        faces: modules, names, and which DTensor parameters stood there.
+        params: these DTensor parameters.
+        locals_: the tensors that they held.
 
     Returns:
         False also if torch does not say, or if one is not; then ask for each.
     """
+    for module, stood in faces:
+        if not all(map(is_, map(module._parameters.get, stood), stood.values())):
+            return False
     try:
-        for (module, name, param), local in zip(places, locals_, strict=True):
-            if module._parameters.get(name) is not param or param._local_tensor is not local:  # type: ignore[union-attr]
-                return False
+        return all(map(is_, map(_local_tensor_of, params), locals_))
     except AttributeError:
         return False
-    return True
 
 
 def stands_in(module: nn.Module, name: str, param: nn.Parameter) -> bool:

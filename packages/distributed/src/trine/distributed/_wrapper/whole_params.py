@@ -215,7 +215,7 @@ class _Shown:
 
     def show(self) -> None:
         if self.whole is not None:
-            put_parameters(self.param.places(self.whole))
+            put_parameters(self.param.faces(self.whole))
 
     def edit(self) -> _Edit:
         """What stands in the slots now; see Note [What comes back]."""
