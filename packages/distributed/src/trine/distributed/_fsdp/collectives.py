@@ -17,6 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ __all__ = [
 _by_name: dict[str, Callable[..., dist.Work | None]] = vars(dist)
 _all_gather = _by_name.get("all_gather_single") or _by_name["all_gather_into_tensor"]
 _reduce_scatter = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
+_AllgatherOptions: Any = vars(distributed_c10d)["AllgatherOptions"]
 
 
 # What torch's functions check and look up before they call the group costs the host more than
@@ -55,7 +57,7 @@ def _all_gather_single(
     start = getattr(group, "all_gather_single", None)
     if start is None or out.is_complex():  # torch 2.12, or for torch to take apart
         return _all_gather(out, shard, group=group, async_op=async_op)
-    options = distributed_c10d.AllgatherOptions()
+    options = _AllgatherOptions()
     options.asyncOp = async_op
     work: dist.Work | None = start(out, shard, options)
     return work
@@ -65,7 +67,7 @@ def _reduce_scatter_single(
     out: Tensor,
     rows: Tensor,
     *,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    op: Any = dist.ReduceOp.SUM,
     group: dist.ProcessGroup,
     async_op: bool,
 ) -> dist.Work | None:
