@@ -49,6 +49,10 @@ def train(rank, store):
         optimizer.step()
     dist.all_reduce(torch.ones(10), async_op=True).wait()
     dist.barrier()
+    try:
+        dist.broadcast("no tensor", 0)
+    except TypeError:
+        pass
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -117,7 +121,10 @@ def test_spawned_ranks_are_recorded_with_their_collectives(tmp_path: Path) -> No
         assert [event.nbytes for event in asked if event.name == "all_reduce"] == [40]
         waits = [event for event in trace.events if event.name.startswith("wait ")]
         starts = [event for event in trace.events if event.name.startswith("start ")]
-        assert len(waits) == len(starts) == len(asked)
+        assert len(waits) == len(starts) == len(asked) + 1
+        # What failed was begun and waited for, and never through.
+        assert (starts[-1].name, waits[-1].name) == ("start broadcast", "wait broadcast")
+        assert (starts[0].args or {})["ranks"] == [0, 1]
         assert [event.step for event in trace.events if event.name == "step"] == [0, 1]
     assert begun[0] == begun[1] == list(range(1, len(begun[0]) + 1))
 

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from trine.core import tracing
 from trine.core.tracing import Kind, TraceEvent
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class _Collectives:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._sequences: dict[str, int] = {}
+        self._told: dict[str, int] = {}  # in which step a group's ranks were last listed
         self.pending: WeakKeyDictionary[object, _Call] = WeakKeyDictionary()
         self.inside = threading.local()
 
@@ -120,29 +122,28 @@ class _Collectives:
         if tensors:
             about["dtype"] = str(tensors[0].dtype).removeprefix("torch.")
         elements = sum(tensor.numel() for tensor in tensors)
+        begin: dict[str, object] = {**about, "elements": elements}
+        step = tracing.current_step()
+        # As the engine does: once for each step is enough, wherever a recording begins.
+        if step < 0 or self._told.get(name) != step:
+            self._told[name] = step
+            begin["ranks"] = dist.get_process_group_ranks(group)
         now = perf_counter_ns()
-        running.report(
-            _event(
-                "instant",
-                f"start {kind.operation}",
-                0,
-                {**about, "elements": elements},
-                now,
-                now,
-            )
-        )
+        running.report(_event("instant", f"start {kind.operation}", 0, begin, now, now))
         nbytes = kind.sent(sum(tensor.nbytes for tensor in tensors), size)
         about["backend"] = dist.get_backend(group)
         return _Call(kind.operation, nbytes, about, now)
 
-    def end(self, call: _Call, waited_ns: int) -> None:
-        """Report that a collective is over, which was waited for since `waited_ns`."""
+    def end(self, call: _Call, waited_ns: int, *, through: bool = True) -> None:
+        """Report that a collective was waited for since `waited_ns`, and is through or failed."""
         running = self._session.running()
         if running is None:
             return
         now = perf_counter_ns()
         about = call.args
         running.report(_event("span", f"wait {call.operation}", 0, about, waited_ns, now))
+        if not through:
+            return
         more = {**about, "exposed_ns": now - waited_ns}
         running.report(_event("async", call.operation, call.nbytes, more, call.start_ns, now))
 
@@ -185,6 +186,10 @@ def _wrap(session: Session, collectives: _Collectives, kind: _Kind, function: Fu
         inside.one = True  # those that torch calls to do this one are parts of it
         try:
             result = function(*args, **kwargs)
+        except BaseException:
+            if call is not None:
+                end(call, call.start_ns, through=False)
+            raise
         finally:
             inside.one = False
         if call is not None:
@@ -207,7 +212,11 @@ def _wrap_wait(session: Session, collectives: _Collectives) -> None:
         if call is None:
             return wait(work, *args, **kwargs)
         waited_ns = perf_counter_ns()
-        result = wait(work, *args, **kwargs)
+        try:
+            result = wait(work, *args, **kwargs)
+        except BaseException:
+            end(call, waited_ns, through=False)
+            raise
         end(call, waited_ns)
         return result
 
