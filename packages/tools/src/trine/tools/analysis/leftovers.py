@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from trine.tools.errors import TraceFileError
-from trine.tools.tracing.reader import RankTrace, rank_files, read_rank_file, read_traces
+from trine.tools.sources import read
+from trine.tools.tracing.reader import RankTrace, rank_files, read_rank_file
 
 __all__ = ["read_leftovers"]
 
@@ -19,7 +20,7 @@ def read_leftovers(path: Path) -> tuple[list[RankTrace], dict[str, str]]:
         TraceFileError: if nothing can be read, or the files are not of one run.
     """
     try:
-        return read_traces(path), {}
+        return read(path), {}
     except TraceFileError:
         if not path.is_dir():
             raise

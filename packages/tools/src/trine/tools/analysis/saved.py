@@ -13,8 +13,8 @@ from trine.tools.analysis.measured import Measured, MeasuredCollective, measure
 from trine.tools.analysis.spread import Spread
 from trine.tools.analysis.unit_table import NUMBERS
 from trine.tools.errors import NotComparableError, TraceFileError
+from trine.tools.sources import read
 from trine.tools.text import printable
-from trine.tools.tracing.reader import read_traces
 
 __all__ = ["SUMMARY_FORMAT", "SUMMARY_VERSION", "read_measured"]
 
@@ -37,7 +37,7 @@ def read_measured(path: Path) -> Measured:
     """
     if path.is_file() and _is_json(path):
         return _from_json(path)
-    traces = read_traces(path)
+    traces = read(path)
     return measure(traces[0].header.world_size, break_down(traces).ranks)
 
 

@@ -17,6 +17,12 @@ _out = click.option(
     required=True,
     help="The timeline to write; open it in https://ui.perfetto.dev.",
 )
+_profiler = click.option(
+    "--profiler",
+    type=TracePath(path_type=Path),
+    help="A trace of torch.profiler of the same run, or a folder with one for each rank: its "
+    "operators and kernels are put beside what was recorded.",
+)
 
 
 @click.command()
@@ -30,33 +36,46 @@ _out = click.option(
     "arrows join the ranks' parts of a collective.",
 )
 @_out
-def export(path: Path, form: str, out: Path) -> None:
+@_profiler
+def export(path: Path, form: str, out: Path, profiler: Path | None) -> None:
     """Write the traces of a run as one timeline, for other tools.
 
-    PATH is the folder that a run was recorded to, or the trace file of one rank.
+    PATH is the folder that a run was recorded to, or the trace file of one rank; traces of
+    torch.profiler and JSON dumps of the flight recorder, one for each rank, are read too.
     """
-    _export(path, form, out)
+    _export(path, form, out, profiler)
 
 
 @click.command()
 @_path
 @_out
-def merge(path: Path, out: Path) -> None:
+@_profiler
+def merge(path: Path, out: Path, profiler: Path | None) -> None:
     """Merge the traces of a run into one timeline: short for export --format chrome.
 
-    PATH is the folder that a run was recorded to, or the trace file of one rank.
+    PATH is the folder that a run was recorded to, or the trace file of one rank; traces of
+    torch.profiler and JSON dumps of the flight recorder, one for each rank, are read too.
     """
-    _export(path, "chrome", out)
+    _export(path, "chrome", out, profiler)
 
 
-def _export(path: Path, form: str, out: Path) -> None:
+def _export(path: Path, form: str, out: Path, profiler: Path | None) -> None:
     require(path)
     require_folder_of(out)
+    if profiler is not None:
+        require(profiler)
     with one_sentence_errors():
-        from trine.tools import tracing
+        from trine.tools import sources, tracing
+        from trine.tools.tracing.merge import check_out
 
+        given = [path] if profiler is None else [path, profiler]
+        files = [file for each in given for file in sources.source_files(each)]
+        check_out(files, out, "timeline", "timeline.json")
+        traces = sources.read(path)
+        if profiler is not None:
+            traces = sources.join_profiler(traces, sources.read(profiler))
         write = tracing.write_perfetto if form == "perfetto" else tracing.write_timeline
-        traces = tracing.merge(path, out, write)
+        write(traces, out)
     read, world_size = len(traces), traces[0].header.world_size
     ranks = f"{read}" if read == world_size else f"{read} of {world_size}"
     click.echo(f"{out}: ranks {ranks}, {sum(len(trace.events) for trace in traces)} events")

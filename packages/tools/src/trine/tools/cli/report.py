@@ -23,15 +23,16 @@ __all__ = ["report"]
 def report(path: Path, out: Path, title: str | None) -> None:
     """Write one HTML page about a run: where the time went, and whose fault it is.
 
-    PATH is the folder that a run was recorded to, or the trace file of one rank.
+    PATH is the folder that a run was recorded to, or the trace file of one rank; traces of
+    torch.profiler and JSON dumps of the flight recorder, one for each rank, are read too.
     """
     require(path)
     require_folder_of(out)
     with one_sentence_errors():
         from trine.tools.reports.html import write_report
-        from trine.tools.tracing import read_traces
+        from trine.tools.sources import read, source_files
         from trine.tools.tracing.merge import check_out
 
-        check_out(path, out, "report", "report.html")
-        write_report(read_traces(path), out, title or path.resolve().name)
+        check_out(source_files(path), out, "report", "report.html")
+        write_report(read(path), out, title or path.resolve().name)
     click.echo(f"{out}: {out.stat().st_size / 1000:.0f} KB")

@@ -35,14 +35,15 @@ def trace() -> None:
 def summary(path: Path, as_json: bool) -> None:
     """Show where the communication time of a run went, per FSDP unit.
 
-    PATH is the folder that a run was recorded to, or the trace file of one rank.
+    PATH is the folder that a run was recorded to, or the trace file of one rank; traces of
+    torch.profiler and JSON dumps of the flight recorder, one for each rank, are read too.
     """
     require(path)
     with one_sentence_errors():
         from trine.tools.reports import print_summary, summarize
-        from trine.tools.tracing import read_traces
+        from trine.tools.sources import read
 
-        result = summarize(read_traces(path))
+        result = summarize(read(path))
         if as_json:
             click.echo(json.dumps({"format": "trine-summary", "version": 1, **asdict(result)}))
         else:

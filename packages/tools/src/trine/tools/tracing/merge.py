@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from trine.tools.errors import TraceFileError
@@ -28,17 +28,17 @@ def merge(
     Raises:
         TraceFileError: if a trace cannot be read or the timeline cannot be written.
     """
-    check_out(path, out, "timeline", "timeline.json")
+    check_out(rank_files(path), out, "timeline", "timeline.json")
     traces = read_traces(path)
     write(traces, out)
     return traces
 
 
-def check_out(path: Path, out: Path, what: str, name: str) -> None:
+def check_out(inputs: Iterable[Path], out: Path, what: str, name: str) -> None:
     """Check that a file made from traces takes the place of none of them.
 
     Args:
-        path: what is read: the folder of a run, or one rank's file.
+        inputs: the files that are read.
         out: what is to be written.
         what: one word for it.
         name: for example.
@@ -46,7 +46,7 @@ def check_out(path: Path, out: Path, what: str, name: str) -> None:
     Raises:
         TraceFileError: if it does, or is something else than a file.
     """
-    if out.resolve() in {file.resolve() for file in rank_files(path)}:
+    if out.resolve() in {file.resolve() for file in inputs}:
         raise TraceFileError(
             f"The {what} would take the place of a trace, {printable(str(out))}. "
             f"Give it another name, for example {name}."
