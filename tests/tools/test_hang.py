@@ -284,7 +284,7 @@ def test_the_text_says_who_where_and_since_when() -> None:
 no end in the files of ranks 0, 1: killed, or still running
 
 Ranks 1, 2 did not come to #2 of group 0, all_gather of layers.1 (72 elements of float32):
-  rank 0 waited, the first 5.00 s before the end
+  rank 0 came 5.00 s before the recordings end; waiting failed
   rank 1 in step 3
     last finished 'load batch', 40.0 us after the first rank came
     last began #1 of group 0, all_gather of layer, which is through

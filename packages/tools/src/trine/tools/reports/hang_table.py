@@ -85,8 +85,10 @@ def _stuck(stuck: Stuck, hang: Hang) -> list[str]:
         unsure = "may have not come" if stuck.no_file and not stuck.absent else "did not come"
         lines = [f"{_capital(format_ranks(missing))} {unsure} to {_what(stuck)}:"]
     if stuck.calls and stuck.kind != "unfinished":
-        verb = "came" if stuck.kind == "disagree" else "waited" if stuck.failed else "came"
-        lines.append(f"  {came} {verb}, the first {format_ns(stuck.waited_ns)} before the end")
+        first = "" if len(stuck.calls) == 1 else ", the first of them"
+        end = f"{format_ns(stuck.waited_ns)} before the recordings end"
+        gave_up = "; waiting failed" if stuck.failed else ""
+        lines.append(f"  {came} came{first} {end}{gave_up}")
     for seen in stuck.absent:
         lines += _last_seen(seen, stuck)
     if stuck.no_file:
