@@ -20,6 +20,7 @@ from trine.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from trine.distributed.planning import plan
 from trine.distributed.testing import run_on_ranks
 from trine.tools.cli import main
+from trine.tools.recording.memory import MemorySampler
 
 # Blocks of 2 MiB, so that rows are large for gloo, and of widths that two ranks do not divide.
 CONFIG = GPTConfig(width=210, depth=3, heads=6, context=16)
@@ -92,11 +93,14 @@ def train_one(case: Case) -> Seen:
     windows = torch.randint(256, (BATCH, CONFIG.context + 1))
     keep = Keep()
     add_sink(keep)
+    sampler = MemorySampler()
+    sampler.install()
     for step in range(2):
         tracing.set_step(step)
         model.zero_grad()
         torch.autograd.backward(next_byte_loss(model(windows[:, :-1]), windows))
         optimizer.step()
+    sampler.remove()
     remove_sink(keep)
     return seen_in(keep.events)
 
@@ -111,11 +115,12 @@ def planned(case: Case) -> Plan:
         reduce_dtype=case.reduce_dtype,
         reshard_after_forward=case.reshard,
         backend="gloo",
+        inputs=(torch.empty(BATCH, CONFIG.context, dtype=torch.int64, device="meta"),),
     )
     return plan(model, request)
 
 
-KINDS = ("sharded", "unsharded", "gradients", "optimizer", "communication")
+KINDS = ("sharded", "unsharded", "gradients", "optimizer", "communication", "activations")
 BF16 = torch.bfloat16
 
 
@@ -135,12 +140,14 @@ def test_a_run_takes_the_memory_and_sends_the_bytes_of_its_plan(cases: list[Case
 
     for case, seen in zip(cases, zip(*ranks, strict=True), strict=True):
         expected = planned(case)
-        # What is missing to equality are the marks of parameters behind each unit's gradients.
+        # What is missing to equality are the marks of parameters behind each unit's gradients,
+        # and of activations the batch itself, which is a part of a larger tensor here.
         assert expected.peak.total == pytest.approx(seen[0].peak, rel=0.001)
         for unit in expected.units:
             for kind in KINDS:
                 most = seen[0].most[kind, unit.unit]
-                assert getattr(unit.most, kind) == pytest.approx(most, rel=0.001), (kind, unit.unit)
+                rel = 0.05 if kind == "activations" else 0.001
+                assert getattr(unit.most, kind) == pytest.approx(most, rel=rel), (kind, unit.unit)
         for rank in seen:
             sent = {(unit.unit, op): n for unit in expected.units for op, n in unit.sent.items()}
             assert rank.sent == sent

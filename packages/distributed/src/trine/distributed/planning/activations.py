@@ -88,7 +88,7 @@ class _Recorder:
             self._storages[id(storage)] = storage
             unit = self._running[-1]
             self.saved[unit][self._done[unit]] += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that is saved would keep alive the graph that keeps it
 
 
 class _Attention(torch.autograd.Function):

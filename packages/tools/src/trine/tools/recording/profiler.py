@@ -13,6 +13,7 @@ from trine.core.tracing import TraceEvent
 from trine.tools.errors import TraceFileError
 from trine.tools.recording.clock_exchange import ClockClient, ClockServer
 from trine.tools.recording.launch import find_rank
+from trine.tools.recording.memory import MemorySampler
 from trine.tools.recording.window import Phase, Window
 from trine.tools.tracing.recorder import DEFAULT_CAPACITY, DEFAULT_MAX_BYTES, Recorder
 from trine.tools.tracing.run_folder import remove_other_worlds
@@ -28,6 +29,7 @@ def profile(
     directory: str | Path,
     *,
     schedule: Window | None = None,
+    memory: bool = False,
     capacity: int = DEFAULT_CAPACITY,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> Profile:
@@ -40,6 +42,9 @@ def profile(
     Args:
         directory: the folder of the run. What an earlier run left there is replaced.
         schedule: which steps to record; all that happens, if None.
+        memory: whether to record activations too, and what else of memory the engine does not
+            know of; it costs a few microseconds for each module and each saved tensor. To be
+            entered by the thread that trains.
         capacity: see `trine.tools.tracing.Recorder`.
         max_bytes: likewise.
 
@@ -56,7 +61,7 @@ def profile(
         ...     [(event.name, event.step) for event in trace.events]
         [('step', 1), ('step', 2)]
     """
-    return Profile(Path(directory), schedule, capacity, max_bytes)
+    return Profile(Path(directory), schedule, memory, capacity, max_bytes)
 
 
 class Profile:
@@ -67,10 +72,16 @@ class Profile:
     """
 
     def __init__(
-        self, directory: Path, schedule: Window | None, capacity: int, max_bytes: int
+        self,
+        directory: Path,
+        schedule: Window | None,
+        memory: bool,
+        capacity: int,
+        max_bytes: int,
     ) -> None:
         self._directory = directory
         self._schedule = schedule
+        self._memory = MemorySampler() if memory else None
         self._capacity = capacity
         self._max_bytes = max_bytes
         self._recorder: Recorder | None = None
@@ -101,6 +112,8 @@ class Profile:
         tracing.add_step_listener(self._on_step)
         if tracing.current_step() < 0:
             self._set_step(0)
+        if self._memory is not None:
+            self._memory.install()
         self._began_ns = perf_counter_ns()
         self._listen()
         return self
@@ -114,6 +127,8 @@ class Profile:
         if self._recorder is None:
             return
         tracing.remove_step_listener(self._on_step)
+        if self._memory is not None:
+            self._memory.remove()
         self._put_in_place(None)
         if self._clock is not None:
             self._clock.close(_EXIT_S)
