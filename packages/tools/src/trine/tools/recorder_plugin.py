@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trine.core.recording import Report
+from trine.core.recording import Recording, Report
+from trine.tools.recording.clock_exchange import ClockClient, ClockServer, exchange_clocks
 from trine.tools.reports import print_summary, summarize
 from trine.tools.tracing import Recorder, merge
 from trine.tools.tracing.run_folder import remove_other_worlds
@@ -15,7 +16,7 @@ from trine.tools.tracing.run_folder import remove_other_worlds
 __all__ = ["finish", "open"]
 
 
-def open(directory: Path, *, rank: int, world_size: int) -> Recorder:
+def open(directory: Path, *, rank: int, world_size: int) -> Recording:
     """Start the recording of one rank; install what is returned with `add_sink`.
 
     What an earlier run left in the folder under this rank's name is replaced, and rank 0
@@ -27,7 +28,23 @@ def open(directory: Path, *, rank: int, world_size: int) -> Recorder:
     recorder = Recorder(directory, rank=rank, world_size=world_size)
     if rank == 0:
         remove_other_worlds(directory, world_size)
-    return recorder
+    return _Recording(recorder, exchange_clocks(directory, rank, world_size, recorder.add_reading))
+
+
+class _Recording:
+    """A recorder, and the comparison of clocks that goes with it."""
+
+    def __init__(self, recorder: Recorder, clock: ClockServer | ClockClient | None) -> None:
+        self._recorder = recorder
+        self._clock = clock
+        self.record = recorder.record
+
+    def close(self) -> Path:
+        """Write what is left and return the file's path. A second call changes nothing."""
+        if self._clock is not None:
+            self._clock.close()
+            self._clock = None
+        return self._recorder.close()
 
 
 def finish(directory: Path) -> Report:

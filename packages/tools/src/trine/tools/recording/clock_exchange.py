@@ -15,6 +15,7 @@ clock is then aligned by what its events have in common with others'.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import select
@@ -29,18 +30,45 @@ from typing import Final
 
 from trine.tools.tracing.schema import ClockReading
 
-__all__ = ["ClockClient", "ClockServer", "reading_from"]
+__all__ = ["ClockClient", "ClockServer", "exchange_clocks", "reading_from"]
 
 _FILE: Final = ".trine-clock"
 _SAMPLES: Final = 300
 _SPINS: Final = 50
 _BURST_S: Final = 0.25
+_CLOSE_S: Final = 2.0
 _TURN_S: Final = 30.0  # until rank 0 has answered the others
 _ANSWER: Final = struct.Struct("<qq")
 _TOKEN_BYTES: Final = 32
 _WELCOME, _BURST, _READY, _QUESTION, _OVER = b"w", b"b", b"r", b"?", b"."
 
+_log = logging.getLogger(__name__)
+
 Add = Callable[[ClockReading], None]
+
+
+def exchange_clocks(
+    directory: Path, rank: int, world_size: int, add: Add
+) -> ClockServer | ClockClient | None:
+    """Compare this rank's clock with rank 0's; close what is returned at the end.
+
+    None where there is nothing to compare, or rank 0 cannot be asked.
+
+    Args:
+        directory: the run's folder, shared by the ranks.
+        rank: this rank.
+        world_size: how many ranks there are.
+        add: what is done with a reading; called on another thread.
+    """
+    if world_size == 1:
+        return None
+    if rank:
+        return ClockClient(directory, add)
+    try:
+        return ClockServer(directory)
+    except OSError as error:
+        _log.warning("Clocks of ranks are not compared: %s.", error.strerror or error)
+        return None
 
 
 class ClockServer:
@@ -58,7 +86,7 @@ class ClockServer:
         self._token = secrets.token_hex(_TOKEN_BYTES // 2).encode("ascii")
         self._ends = False
         self._socket = socket.create_server(("", 0), backlog=128)
-        self._socket.settimeout(0.2)
+        self._socket.settimeout(0.05)
         self._clients: list[threading.Thread] = []
         self._serving = threading.Lock()
         place = {
@@ -72,7 +100,7 @@ class ClockServer:
         self._thread = threading.Thread(target=self._accept, name="trine clock", daemon=True)
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Wait for the last questions of those that asked before, for a while, and end."""
         deadline = monotonic() + timeout_s
         for client in self._clients:
@@ -134,7 +162,7 @@ class ClockClient:
         self._thread = threading.Thread(target=self._run, name="trine clock", daemon=True)
         self._thread.start()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Ask a last time, and wait for the answer for a while."""
         self._ends.set()
         self._thread.join(timeout_s)

@@ -6,12 +6,12 @@ import logging
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from trine.core import tracing
 from trine.core.tracing import TraceEvent
 from trine.tools.errors import TraceFileError
-from trine.tools.recording.clock_exchange import ClockClient, ClockServer
+from trine.tools.recording.clock_exchange import ClockClient, ClockServer, exchange_clocks
 from trine.tools.recording.launch import find_rank
 from trine.tools.recording.memory import MemorySampler
 from trine.tools.recording.window import Phase, Window
@@ -19,8 +19,6 @@ from trine.tools.tracing.recorder import DEFAULT_CAPACITY, DEFAULT_MAX_BYTES, Re
 from trine.tools.tracing.run_folder import remove_other_worlds
 
 __all__ = ["Profile", "profile"]
-
-_EXIT_S: Final = 2.0  # for the last readings of the clocks
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +106,7 @@ class Profile:
         except TraceFileError as error:
             _log.warning("%s Training goes on without it.", error)
             return self
-        self._clock = _exchange_clocks(self._directory, rank, world_size, self._recorder)
+        self._clock = exchange_clocks(self._directory, rank, world_size, self._recorder.add_reading)
         tracing.add_step_listener(self._on_step)
         if tracing.current_step() < 0:
             self._set_step(0)
@@ -131,7 +129,7 @@ class Profile:
             self._memory.remove()
         self._put_in_place(None)
         if self._clock is not None:
-            self._clock.close(_EXIT_S)
+            self._clock.close()
         self._recorder.close()
 
     def step(self) -> None:
@@ -202,17 +200,3 @@ class _Nowhere:
 
     def record(self, event: TraceEvent) -> None:
         """Let one event go."""
-
-
-def _exchange_clocks(
-    directory: Path, rank: int, world_size: int, recorder: Recorder
-) -> ClockServer | ClockClient | None:
-    if world_size == 1:
-        return None
-    if rank:
-        return ClockClient(directory, recorder.add_reading)
-    try:
-        return ClockServer(directory)
-    except OSError as error:
-        _log.warning("Clocks are not compared: %s. Training goes on.", error)
-        return None
