@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from time import perf_counter_ns
 from typing import cast
 
 import pytest
 
-from trine.core.tracing import TraceEvent
+from trine.core.tracing import Kind, TraceEvent
 from trine.tools.recording.injected import Session
 from trine.tools.recording.torch_compute import OwnSpans
 
@@ -65,6 +66,21 @@ def test_a_program_with_spans_keeps_its_own(session: FakeSession, spans: OwnSpan
 
     assert session.recording is not None
     assert session.recording.names == []
+
+
+@pytest.mark.parametrize(("kind", "names"), [("instant", ["forward"]), ("span", [])])
+def test_only_spans_tell_that_a_program_reports_its_computation(
+    kind: Kind, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = FakeRecording()
+    session = Session(tmp_path, None)
+    monkeypatch.setattr(session, "running", lambda: recording)
+
+    session.compute.add("forward", perf_counter_ns())
+    session.record(TraceEvent(kind, "backward", "compute", "layers.0", 0, None, 1, 1))
+    session.compute.flush()
+
+    assert [name for name in recording.names if name == "forward"] == names
 
 
 def test_a_program_is_watched_for_spans_in_its_first_steps_only(

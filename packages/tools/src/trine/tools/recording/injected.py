@@ -61,7 +61,8 @@ class Session:
         running = self.running()
         if began and running is not None:
             running.report(event)  # the sink that will take the next ones came too late for it
-        if event.category == "compute":
+        # The engine tells in instants what its units do, and times no computation.
+        if event.category == "compute" and event.kind == "span":
             self.compute.leave_to_program()
 
     def running(self) -> Profile | None:
