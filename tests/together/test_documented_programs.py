@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from trine.tools.cli import main as trine
 
 ROOT = Path(__file__).parents[2]
 # Plain torch may abort when the interpreter ends while threads of gloo are running.
@@ -183,3 +186,29 @@ def test_the_script_for_every_launcher_runs_under_torchrun(tmp_path: Path) -> No
     printed = run(tmp_path, program("docs/howto/run-on-an-mpi-cluster.md"), *TORCHRUN)
 
     assert printed == "2 ranks over gloo, on cpu\n"
+
+
+def test_the_memory_of_the_page_belongs_to_the_block_that_keeps_too_much(tmp_path: Path) -> None:
+    page = "docs/howto/find-whose-memory.md"
+
+    run(tmp_path, program(page))
+
+    shown = CliRunner().invoke(trine, ["trace", "memory", str(tmp_path / "run")])
+    said = re.findall(r"the largest part is [^(]*", shown.output)
+    assert said == re.findall(r"the largest part is [^(]*", (ROOT / page).read_text("utf-8"))
+    assert "the activations of 2, " in said[0]
+
+
+def test_the_plans_of_the_page_are_what_the_command_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "docs/howto/plan-a-run.md"
+    (tmp_path / "models.py").write_text(program(page), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    shown = re.findall(
+        r"```console\n\$ trine (.*?)\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL
+    )
+
+    assert len(shown) == 2
+    for command, printed in shown:
+        assert CliRunner().invoke(trine, command.split()).output == printed
