@@ -498,18 +498,32 @@ def test_reshard_all_frees_every_unit(grads_wanted: bool) -> None:
 
 
 def test_idle_memory_is_freed_where_forward_turns_into_backward_and_at_the_end() -> None:
-    root = FakeUnit("root", [])
-    schedule = Schedule()
-    schedule.add(root, UnitSettings(), is_root=True)
+    tree = Tree("a")
     freed: list[Phase] = []
-    schedule.free_idle = lambda: freed.append(schedule.phase_of(root))
+    tree.schedule.free_idle = lambda: freed.append(tree.schedule.phase_of(tree.root))
 
-    schedule.begin_forward()
-    schedule.pre_forward(root)
-    schedule.post_forward(root, grads_wanted=True)
-    schedule.end_forward()
-    schedule.pre_backward(root)
-    schedule.post_backward(root)
-    schedule.end_backward()
+    tree.forward()
+    tree.schedule.end_forward()
+    after_forward = list(freed)
+    tree.backward()
 
-    assert freed == [Phase.AWAITS_BACKWARD, Phase.IDLE]
+    assert after_forward == [Phase.AWAITS_BACKWARD]
+    assert freed[-1] is Phase.IDLE
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["ahead", "ahead late"])
+def test_idle_memory_is_freed_when_backward_has_nothing_more_to_gather(late: bool) -> None:
+    tree = Tree("a", "b")
+    tree.settings.ahead_late = late
+    tree.forward()
+    tree.forget()
+    tree.schedule.free_idle = lambda: tree.journal.append("free_idle")
+
+    tree.backward()
+
+    gathers = [place for place, call in enumerate(tree.journal) if call.endswith(".unshard")]
+    frees = [place for place, call in enumerate(tree.journal) if call == "free_idle"]
+    last_reduction = tree.journal.index("a.reduce_grads")
+    assert len(frees) == 2  # here and at the end
+    assert gathers[-1] < frees[0]
+    assert late or frees[0] < last_reduction

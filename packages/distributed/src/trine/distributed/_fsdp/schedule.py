@@ -148,8 +148,9 @@ class Schedule:
         in_backward: whether a backward is running.
         is_last_backward: whether the end of backward waits for the reductions; if not,
             those of the next one do.
-        free_idle: called when a forward or a backward has ended. Memory is scarcest where
-            the one turns into the other, and what units took turns on is idle there.
+        free_idle: called when a forward or a backward has ended, and when a backward has
+            nothing more to gather. Memory is scarcest where forward turns into backward, and
+            what units took turns on is idle there.
         after_backward: called when a backward has ended and all is as it should be.
     """
 
@@ -325,6 +326,10 @@ class Schedule:
             if before.phase is Phase.AWAITS_BACKWARD and before.settings.gathers_in_backward:
                 before.unit.unshard()
                 ahead += 1
+        if not ahead:
+            # What gathers took turns on would lie idle while this unit's gradients come, and
+            # with a reduction under way that is where most memory is needed.
+            self.free_idle()
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of `unit`'s inputs are known, so those of its parameters are too."""
