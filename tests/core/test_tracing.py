@@ -452,3 +452,69 @@ def test_a_step_listener_that_raises_is_removed_and_logged_once(
 
     assert tracing.current_step() == 2
     assert caplog.text.count("raised and was removed") == 1
+
+
+class Told:
+    """A sink that is told when spans begin; keeps what it hears, in order."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+        self.begun: list[TraceEvent] = []
+
+    def begin_span(self, event: TraceEvent) -> None:
+        self.heard.append(("begin", event.name))
+        self.begun.append(event)
+
+    def record(self, event: TraceEvent) -> None:
+        assert event.kind != "span" or event is self.begun.pop()
+        self.heard.append((event.kind, event.name))
+
+
+def test_a_span_sink_hears_of_a_span_twice_and_of_the_rest_once() -> None:
+    told = Told()
+    add_sink(told)
+
+    with span("outer"):
+        tracing.instant("now")
+        with span("inner"):
+            pass
+    remove_sink(told)
+    with span("later"):
+        pass
+
+    assert told.heard == [
+        ("begin", "outer"),
+        ("instant", "now"),
+        ("begin", "inner"),
+        ("span", "inner"),
+        ("span", "outer"),
+    ]
+
+
+def test_a_span_sink_hears_of_spans_while_torchs_profiler_runs() -> None:
+    told = Told()
+    add_sink(told)
+    try:
+        with profile(activities=[ProfilerActivity.CPU]), span("forward"):
+            pass
+    finally:
+        remove_sink(told)
+
+    assert told.heard == [("begin", "forward"), ("span", "forward")]
+
+
+def test_a_span_sink_that_raises_at_the_beginning_is_removed_and_the_block_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Told):
+        def begin_span(self, event: TraceEvent) -> None:
+            raise RuntimeError("no")
+
+    add_sink(Broken())
+
+    with span("forward"):
+        ran = True
+
+    assert ran
+    assert tracing.sinks() == ()
+    assert "Broken raised and was removed" in caplog.text

@@ -48,6 +48,7 @@ from torch.autograd import profiler as _torch_profiler
 __all__ = [
     "Attributes",
     "Kind",
+    "SpanSink",
     "TraceEvent",
     "TraceSink",
     "add_sink",
@@ -77,6 +78,7 @@ value) to guard a site whose arguments are costly to build, or one in a loop.
 """
 
 _sinks: tuple[TraceSink, ...] = ()
+_span_sinks: tuple[SpanSink, ...] = ()  # those of them that are told when a span begins
 _sinks_lock = threading.Lock()
 _step: int = -1
 _step_listeners: tuple[Callable[[int], object], ...] = ()
@@ -151,6 +153,19 @@ class TraceSink(Protocol):
         """Take one finished event. A sink that raises is removed and logged once."""
 
 
+@runtime_checkable
+class SpanSink(TraceSink, Protocol):
+    """A sink that is told of spans when they begin as well, such as one for another profiler."""
+
+    def begin_span(self, event: TraceEvent) -> None:
+        """Take a span that begins, whose times are not known yet.
+
+        `record` is called with the same object when it ends, on the same thread. A span that
+        had begun before the sink was added is only recorded, one that ends after its removal
+        has only begun.
+        """
+
+
 def add_sink(sink: TraceSink) -> None:
     """Send every event from now on to `sink` too.
 
@@ -158,7 +173,6 @@ def add_sink(sink: TraceSink) -> None:
         TypeError: if `sink` has no `record` method.
         ValueError: if it is installed already.
     """
-    global _sinks, enabled
     if not isinstance(sink, TraceSink):
         raise TypeError(
             f"{type(sink).__name__} is not a trace sink: it needs a method record(event). "
@@ -170,16 +184,20 @@ def add_sink(sink: TraceSink) -> None:
                 f"{sink!r} is installed already; every event would reach it twice. "
                 "Call remove_sink first."
             )
-        _sinks = (*_sinks, sink)
-        enabled = True
+        _install((*_sinks, sink))
 
 
 def remove_sink(sink: TraceSink) -> None:
     """Stop sending events to `sink`; one that is not installed is ignored."""
-    global _sinks, enabled
     with _sinks_lock:
-        _sinks = tuple(other for other in _sinks if other is not sink)
-        enabled = bool(_sinks)
+        _install(tuple(other for other in _sinks if other is not sink))
+
+
+def _install(chosen: tuple[TraceSink, ...]) -> None:
+    global _sinks, _span_sinks, enabled
+    _sinks = chosen
+    _span_sinks = tuple(sink for sink in chosen if isinstance(sink, SpanSink))
+    enabled = bool(chosen)
 
 
 def sinks() -> tuple[TraceSink, ...]:
@@ -232,12 +250,11 @@ def _deliver(event: TraceEvent) -> None:
 
 def _drop(sink: TraceSink) -> None:
     """Training never fails because of a profiler: remove the sink that raised, say it once."""
-    global _sinks, enabled
     with _sinks_lock:
         left = tuple(other for other in _sinks if other is not sink)
         # Two threads may fail in the same sink at once; only the first one has news.
         is_news = len(left) < len(_sinks)
-        _sinks, enabled = left, bool(left)
+        _install(left)
     if is_news:
         _log.exception("trace sink %s raised and was removed", type(sink).__name__)
 
@@ -298,7 +315,21 @@ class _Span(TraceEvent):
                 _drop(sink)
 
 
-class _ProfiledSpan(_Span):
+class _ToldSpan(_Span):
+    """A span of which some sink wants to know when it begins."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        for sink in _span_sinks:
+            try:
+                sink.begin_span(self)
+            except Exception:
+                _drop(sink)
+        super().__enter__()
+
+
+class _ProfiledSpan(_ToldSpan):
     """A span that torch's profiler sees as well."""
 
     __slots__ = ("_torch_range",)
@@ -362,7 +393,8 @@ def span(
             return _ProfiledSpan(name, category, unit, nbytes, args)
         return _torch_range(name, unit)
     if _sinks:
-        return _Span(name, category, unit, nbytes, args)
+        made = _ToldSpan if _span_sinks else _Span
+        return made(name, category, unit, nbytes, args)
     return _NULL
 
 

@@ -16,6 +16,7 @@ from trine.tools.cli.memory import memory
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require
 from trine.tools.cli.report import report
 from trine.tools.cli.run import run
+from trine.tools.cli.sinks import sinks
 from trine.tools.cli.stragglers import stragglers
 
 # The packages that read traces import torch, by way of trine.core. Commands import
@@ -58,4 +59,5 @@ trace.add_command(memory)
 trace.add_command(merge)
 trace.add_command(report)
 trace.add_command(run)
+trace.add_command(sinks)
 trace.add_command(stragglers)
