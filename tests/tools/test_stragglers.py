@@ -102,7 +102,9 @@ def test_equal_ranks_do_not_stand_out() -> None:
 
     assert late_ranks(result) == []
     assert result.skew.max_ns == 0
-    assert verdict(result)[0].startswith("No rank stands out: none is late by 11.0 us a step (2%)")
+    assert verdict(result)[0].startswith(
+        "No rank stands out: none is late by 2% of a step (11.0 us)"
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 64])
@@ -119,6 +121,28 @@ def test_chance_makes_no_straggler_and_does_not_hide_one(world_size: int) -> Non
     assert late_ranks(equal) == []
     assert late_ranks(planted) == [1]
     assert of_rank(planted, 1).median_ns == pytest.approx(85 * US, rel=0.3)
+
+
+def test_computing_that_varies_does_not_hide_a_rank_that_loads_longer() -> None:
+    """Forward takes up to twice as long by chance; rank 1 loads 60 of some 800 us longer."""
+    chance = random.Random(7)
+    traces = []
+    for rank in range(2):
+        events: list[TraceEvent] = []
+        for number in range(20):
+            start = number * 2_000
+            loaded = start + 100 + 60 * rank
+            came = loaded + 400 + int(chance.random() * 400)
+            end = start + 1_100
+            events.append(event("load batch", start, loaded, category="io", step=number))
+            events.append(event("forward", loaded, came, category="compute", step=number))
+            events += [*done(number + 1, came, end, step=number), step(start, end, number)]
+        traces.append(left(rank, 2, *events))
+
+    result = find_stragglers(traces)
+
+    assert late_ranks(result) == [1]
+    assert (of_rank(result, 1).phase, of_rank(result, 1).phase_ns) == ("load batch", 60 * US)
 
 
 def test_lateness_below_the_threshold_is_not_worth_a_verdict() -> None:

@@ -4,7 +4,9 @@ Who comes late to a collective may have been held up itself, by waiting for a th
 So ranks are compared by their *own time* per step (`own_time`): a rank is *late* by as much
 as it took longer for itself than the quicker half of the others did for the same step. It
 *stands out* if that is a share of the step worth the trouble, and more than chance makes of
-the spread between ranks and between steps; `Threshold` has the numbers.
+the spread between ranks and between steps; `Threshold` has the numbers. Computing on a busy
+machine varies much, loading less: it is enough if what a rank loses in one phase is beyond
+chance.
 """
 
 from __future__ import annotations
@@ -188,19 +190,22 @@ def _ranks(own: Sequence[OwnTime], came: Arrivals, threshold: Threshold) -> list
     late_ns = _lateness(own_ns)
     ahead_ns = _ahead(own_ns)
     medians = late_ns.median(1).values
-    stands_out = _standing_out(late_ns, medians, threshold.min_share * _step_ns(own), threshold)
     phases = {
         name: _lateness(
             torch.stack([each.phases.get(name, torch.zeros_like(each.own_ns)) for each in own])
         )
-        .median(1)
-        .values
         for name in dict.fromkeys(name for each in own for name in each.phases)
     }
+    lost = torch.stack([late.median(1).values for late in phases.values()])
+    worst = lost.argmax(0)
+    in_worst = torch.stack(list(phases.values()))[worst, torch.arange(len(own))]
+    least_ns = threshold.min_share * _step_ns(own)
+    sure = _is_sure(late_ns, 0, threshold) | _is_sure(in_worst, least_ns, threshold)
+    stands_out = sure & _is_apart(medians, least_ns, threshold)
     ranks = []
     for row, each in enumerate(own):
-        phase = max(phases, key=lambda name: float(phases[name][row]))
-        lost_ns = float(phases[phase][row])
+        phase = list(phases)[int(worst[row])]
+        lost_ns = float(lost[worst[row], row])
         waits = came.waits_ns[each.rank]
         waits_ns = median(waits.get(number, 0) for number in each.numbers.tolist())
         arrives_ns = came.late_ns[each.rank]
@@ -251,24 +256,33 @@ def _ahead(own_ns: Tensor) -> Tensor:
     return (own_ns - torch.where(own_ns == most, next_most, most)).double()
 
 
-def _standing_out(
-    late_ns: Tensor, medians: Tensor, least_ns: float, threshold: Threshold
-) -> Tensor:
-    """Which ranks are late by more than chance explains; a mask."""
+def _is_sure(late_ns: Tensor, least_ns: float, threshold: Threshold) -> Tensor:
+    """For which ranks the spread over their steps does not explain the lateness; a mask.
+
+    Args:
+        late_ns: one row per rank, one column per step.
+        least_ns: the median has to be this at least.
+        threshold: how sure one has to be.
+    """
     count, steps = late_ns.shape
     if count < 2 or steps < threshold.min_steps:
         return torch.zeros(count, dtype=torch.bool)
-    error = torch.tensor([Spread.of(row).error for row in late_ns])
-    # Between ranks: the spread of the quicker half, for the slower one may be all stragglers.
-    # Of up to four ranks that is nothing, so those are judged by their steps alone.
+    spreads = [Spread.of(row) for row in late_ns]
+    return torch.tensor(
+        [
+            each.median >= max(least_ns, threshold.min_score * each.error) and each.median > 0
+            for each in spreads
+        ]
+    )
+
+
+def _is_apart(medians: Tensor, least_ns: float, threshold: Threshold) -> Tensor:
+    """Which ranks are late by enough, and by more than ranks differ among each other; a mask."""
+    # The spread of the quicker half, for the slower one may be all stragglers. Of up to
+    # four ranks that is nothing, so those are judged by their steps alone.
     middle = medians.median()
     between = (middle - medians[medians <= middle]).median() * TO_SIGMA
-    return (
-        (medians >= least_ns)
-        & (medians > 0)
-        & (medians >= threshold.min_score * error)
-        & (medians - middle >= threshold.min_score * between)
-    )
+    return (medians >= least_ns) & (medians - middle >= threshold.min_score * between)
 
 
 def _hosts(ranks: Sequence[RankLateness]) -> list[HostLateness]:

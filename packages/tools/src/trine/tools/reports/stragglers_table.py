@@ -25,6 +25,8 @@ def print_stragglers(found: Stragglers, file: TextIO | None = None) -> None:
     """
     file = file or sys.stdout
     lines = [*_heading(found), "", *verdict(found)]
+    if len(found.ranks) > 1:
+        lines += ["", "late: what a rank took longer for itself than the others; negative: less"]
     print_table(lines, *_table(found), file=file, left=(0, 1, 10))
 
 
@@ -40,8 +42,8 @@ def verdict(found: Stragglers) -> list[str]:
     if not late:
         least = format_ns(threshold.min_share * found.step_ns)
         return [
-            f"No rank stands out: none is late by {least} a step ({threshold.min_share:.0%}) and",
-            f"by {threshold.min_score:g} times the spread between ranks and between steps.",
+            f"No rank stands out: none is late by {threshold.min_share:.0%} of a step ({least}), "
+            f"and by {threshold.min_score:g} times what ranks and steps vary by."
         ]
     lines = [_sentence(rank) for rank in late[:_SENTENCES]]
     if len(late) > _SENTENCES:
