@@ -122,8 +122,8 @@ def write_rank(folder: Path, rank: int, world_size: int, steps: int) -> None:
     every = {name: column.repeat(steps) for name, column in one.items()}
     shift = number * (STEP_US * US) + 10**12
     late = (every["sequence"] >= 0) & (rank == world_size - 1)
-    every["start_ns"] += shift + late * (5 * US)
-    every["end_ns"] += shift + late * (5 * US)
+    every["start_ns"] += shift + late * (130 * US)
+    every["end_ns"] += shift + late * (130 * US)
     every["sequence"] = torch.where(
         every["sequence"] >= 0, every["sequence"] + number * COLLECTIVES + 1, -1
     )
@@ -173,7 +173,9 @@ def resident_bytes(pid: int) -> int:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (OSError, IndexError):  # it has ended
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident_bytes(int(child)) for child in children)
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(
+        resident_bytes(int(child)) for child in children
+    )
 
 
 def measure(folder: Path) -> tuple[float, int]:

@@ -83,13 +83,14 @@ def done(
     op: str = "all_gather",
     unit: str = "layer",
     group: str = "0",
+    nbytes: int = 288,
     step: int = 0,
 ) -> list[TraceEvent]:
     """A collective that a rank started, waited for and was through with."""
     return [
         begin(number, at_us, op=op, unit=unit, group=group, step=step),
         wait(number, at_us, end_us, op=op, unit=unit, group=group, step=step),
-        through(number, at_us, end_us, op=op, unit=unit, group=group, step=step),
+        through(number, at_us, end_us, op=op, unit=unit, group=group, nbytes=nbytes, step=step),
     ]
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.tools.events import comm, step, write_rank_file
+from tests.tools.events import comm, event, step, write_rank_file
 from trine.core import TrineError
 from trine.tools import __version__
 from trine.tools.cli import app, main
@@ -24,7 +24,8 @@ def run_folder(tmp_path: Path) -> Path:
     for rank in range(2):
         write_rank_file(
             tmp_path / "run",
-            comm("all_gather", "blocks.0", 10, 20, nbytes=2048, exposed_us=5),
+            comm("all_gather", "blocks.0", 10, 20, nbytes=2048),
+            event("wait all_gather", 15, 20, category="comm", unit="blocks.0"),
             step(0, 100),
             rank=rank,
             world_size=2,
@@ -91,7 +92,7 @@ def test_summary_as_json_has_nanoseconds_and_bytes(run_folder: Path) -> None:
     result = trine("trace", "summary", run_folder, "--json")
 
     data = json.loads(result.output)
-    assert (data["format"], data["version"]) == ("trine-summary", 1)
+    assert (data["format"], data["version"]) == ("trine-summary", 2)
     assert data["ranks"] == [0, 1]
     assert data["steps"]["mean_ns"] == 100_000
     assert data["sent_nbytes"] == [2048, 2048]
@@ -104,11 +105,15 @@ def test_summary_as_json_has_nanoseconds_and_bytes(run_folder: Path) -> None:
                     "time_ns": 10_000.0,
                     "nbytes": 2048.0,
                     "exposed_ns": 5_000.0,
+                    "wait_ns": 0.0,
+                    "hidden_ns": 5_000.0,
                 }
             },
             "exposed_ns": 5_000.0,
             "exposed_ns_max": 5_000.0,
             "exposed_share": 0.05,
+            "wait_ns": 0.0,
+            "hidden_ns": 5_000.0,
         }
     ]
 
@@ -120,7 +125,7 @@ def test_merge_writes_the_timeline_and_nothing_else(run_folder: Path, tmp_path: 
     result = trine("trace", "merge", run_folder, "--out", out)
 
     assert result.exit_code == 0
-    assert result.output == f"{out}: ranks 2, 4 events\n"
+    assert result.output == f"{out}: ranks 2, 6 events\n"
     assert sorted(tmp_path.rglob("*")) == sorted([*before, out])
     assert {e["pid"] for e in json.loads(out.read_text())["traceEvents"]} == {0, 1}
 
@@ -131,7 +136,7 @@ def test_export_to_chrome_is_what_merge_writes(run_folder: Path, tmp_path: Path)
     trine("trace", "merge", run_folder, "--out", merged)
     result = trine("trace", "export", run_folder, "--format", "chrome", "--out", exported)
 
-    assert result.output == f"{exported}: ranks 2, 4 events\n"
+    assert result.output == f"{exported}: ranks 2, 6 events\n"
     assert exported.read_bytes() == merged.read_bytes()
 
 
@@ -140,7 +145,7 @@ def test_export_to_perfetto_writes_protobuf(run_folder: Path, tmp_path: Path) ->
 
     result = trine("trace", "export", run_folder, "--format", "perfetto", "--out", out)
 
-    assert result.output == f"{out}: ranks 2, 4 events\n"
+    assert result.output == f"{out}: ranks 2, 6 events\n"
     assert b"rank 0" in out.read_bytes()
 
 

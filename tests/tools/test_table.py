@@ -3,50 +3,75 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from tests.tools.events import comm, event, rank_trace, step
+from tests.tools.jobs import begin, done, through, wait
 from trine.core.tracing import TraceEvent
 from trine.tools.reports import print_summary, summarize, tables
 from trine.tools.tracing import RankTrace
+from trine.tools.tracing.schema import End
 
 
 def two_ranks() -> list[RankTrace]:
-    def events(slower_us: int) -> list[TraceEvent]:
+    def events(late_us: int) -> list[TraceEvent]:
         return [
-            comm("all_gather", "(root)", 0, 300, nbytes=65_536, exposed_us=200 + slower_us),
-            comm("all_gather", "blocks.0", 400, 1_400, nbytes=131_072, exposed_us=50),
-            comm("reduce_scatter", "blocks.0", 5_000, 7_000, nbytes=131_072, exposed_us=250),
+            *done(1, 100 + late_us, 300, unit="(root)", nbytes=65_536),
+            begin(2, 400, unit="blocks.0"),
+            wait(2, 1_350, 1_400, unit="blocks.0"),
+            through(2, 400, 1_400, unit="blocks.0", nbytes=131_072),
+            begin(3, 5_000, unit="blocks.0", op="reduce_scatter"),
+            wait(3, 6_750, 7_000, unit="blocks.0", op="reduce_scatter"),
+            through(3, 5_000, 7_000, unit="blocks.0", op="reduce_scatter", nbytes=131_072),
+            event("forward", 0, 9_500, category="compute"),
             step(0, 10_000),
         ]
 
     return [
-        rank_trace(*events(0), rank=0, world_size=2),
-        rank_trace(*events(100), rank=1, world_size=2),
+        closed(rank_trace(*events(0), rank=0, world_size=2)),
+        closed(rank_trace(*events(100), rank=1, world_size=2)),
     ]
+
+
+def closed(trace: RankTrace) -> RankTrace:
+    """The recording with an end."""
+    return replace(trace, end=End(len(trace.events), trace.dropped, "closed"))
 
 
 def printed(*traces: RankTrace) -> str:
     out = io.StringIO()
-    print_summary(summarize(traces), out)
+    print_summary(summarize(map(closed, traces)), out)
     return out.getvalue()
 
 
 PLAIN = """\
 2 ranks, 1 step
-step time 10.0 ms mean, 10.0 ms median, 10.0 ms first; slowest rank 0: 10.0 ms
+step time 10.0 ms median, 10.0 ms mean, 10.0 ms p95, 10.0 ms first
+slowest rank 0: 10.0 ms mean
+4% of the step is exposed communication, most of it reduce_scatter of blocks.0.
 sent 320 KiB per rank
-below: per step, mean over ranks; max is the rank with the most
+
+                                                             makes
+                                                            others
+rank     step  compute  exposed     wait   other  (hidden)    wait
+------------------------------------------------------------------
+0     10.0 ms  9.00 ms   400 us   100 us  500 us   2.70 ms    0 ns
+1     10.0 ms  9.10 ms   400 us     0 ns  500 us   2.70 ms  100 us
+mean  10.0 ms  9.05 ms   400 us  50.0 us  500 us   2.70 ms
+                 90.5%     4.0%     0.5%    5.0%
+
+communication by unit: per step, mean over ranks
 
                     all-                   reduce-
-                  gather                   scatter           exposed  exposed    of
-unit      calls     time      sent  calls     time     sent     mean      max  step
+                  gather                   scatter                      of
+unit      calls     time      sent  calls     time     sent  exposed  step     wait
 -----------------------------------------------------------------------------------
-(root)        1   300 us  64.0 KiB                            250 us   300 us  2.5%
-blocks.0      1  1.00 ms   128 KiB      1  2.00 ms  128 KiB   300 us   300 us  3.0%
-total         2  1.30 ms   192 KiB      1  2.00 ms  128 KiB   550 us           5.5%
+(root)        1   100 us  64.0 KiB                            100 us  1.0%  50.0 us
+blocks.0      1  1.00 ms   128 KiB      1  2.00 ms  128 KiB   300 us  3.0%     0 ns
+total         2  1.10 ms   192 KiB      1  2.00 ms  128 KiB   400 us  4.0%  50.0 us
 """
 
 

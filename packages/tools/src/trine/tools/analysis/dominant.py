@@ -11,7 +11,9 @@ from trine.tools.text import format_ns, printable
 __all__ = ["StepParts", "Waits", "dominant"]
 
 _WORTH_SAYING: Final = 0.02  # of a step; less is noise
+_UNKNOWN: Final = 0.2  # of a step; less that no span covers is usual
 _ONE_RANK: Final = 0.5  # of the waiting; less is nobody's doing in particular
+_SPREAD_OUT: Final = 0.1  # of the exposed time; less is no reason to look at one unit
 
 _NAMES: Final = {
     "exposed_ns": "exposed communication",
@@ -19,7 +21,6 @@ _NAMES: Final = {
     "data_ns": "loading data",
     "optimizer_ns": "the optimizer",
     "checkpoint_ns": "checkpoints",
-    "other_ns": "not covered by any span",
 }
 
 
@@ -33,6 +34,10 @@ class StepParts(Protocol):
     @property
     def compute_ns(self) -> float:
         """Forward and backward."""
+
+    @property
+    def other_ns(self) -> float:
+        """What no span accounts for."""
 
     @property
     def wait_ns(self) -> float:
@@ -68,7 +73,9 @@ def dominant(
     shares = {name: getattr(parts, name) / total for name in _NAMES}
     most = max(shares, key=lambda name: shares[name])
     computing = f"{parts.compute_ns / total:.0%} of the step is computing"
-    if shares[most] < _WORTH_SAYING:
+    if parts.other_ns / total > max(_UNKNOWN, shares[most]):
+        said = f"{parts.other_ns / total:.0%} of the step is not covered by any span"
+    elif shares[most] < _WORTH_SAYING:
         said = f"{computing}, and nothing else takes {_WORTH_SAYING:.0%} of it"
     else:
         said = f"{shares[most]:.0%} of the step is {_NAMES[most]}"
@@ -89,4 +96,6 @@ def _most_of_it(exposed_ns: Mapping[tuple[str, str], float]) -> str:
     (unit, operation), ns = max(exposed_ns.items(), key=lambda item: item[1])
     share = ns / max(1.0, sum(exposed_ns.values()))
     name = printable(operation) + (f" of {printable(unit)}" if unit else "")
-    return f", most of it {name}" if share >= 0.5 else f", {share:.0%} of that {name}"
+    if share < _SPREAD_OUT:
+        return ""
+    return f", most of it {name}" if share > 0.5 else f", {share:.0%} of that {name}"

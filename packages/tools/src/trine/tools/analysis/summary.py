@@ -195,10 +195,15 @@ def summarize(traces: Iterable[RankTrace]) -> Summary:
     """Sum up a run.
 
     Args:
-        traces: at least one, in the order of ranks. Each is done with before the next is
-            asked for, so they need not all be in memory.
+        traces: at least one. Each is done with before the next is asked for, so they need
+            not all be in memory.
     """
-    return summarize_looks([look_at(trace) for trace in traces])
+    looks: list[Look] = []
+    # A loop that lets go of each recording before it asks for the next.
+    for trace in traces:
+        looks.append(look_at(trace))
+        del trace
+    return summarize_looks(sorted(looks, key=lambda look: look.header.rank))
 
 
 def summarize_looks(looks: Sequence[Look]) -> Summary:

@@ -1,6 +1,6 @@
 """From traces to numbers: where the time of a run went."""
 
-from trine.tools.reports.summary import (
+from trine.tools.analysis.summary import (
     CollectiveSummary,
     StepSummary,
     Summary,

@@ -8,6 +8,7 @@ without an end, or within a record. It is read up to its last whole record.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -18,7 +19,14 @@ from trine.tools.tracing.events import Events
 from trine.tools.tracing.rank_file import MAX_HEAD_BYTES, Decoder
 from trine.tools.tracing.schema import ClockReading, End, Header
 
-__all__ = ["MAX_FILE_BYTES", "RankTrace", "rank_files", "read_rank_file", "read_traces"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "RankTrace",
+    "each_trace",
+    "rank_files",
+    "read_rank_file",
+    "read_traces",
+]
 
 MAX_FILE_BYTES: Final = 4 << 30
 
@@ -54,32 +62,44 @@ def read_traces(path: Path) -> list[RankTrace]:
         TraceFileError: if there is nothing to read, a file is damaged, or the files
             cannot belong to one run.
     """
+    return sorted(each_trace(path), key=lambda trace: trace.header.rank)
+
+
+def each_trace(path: Path) -> Iterator[RankTrace]:
+    """The traces of a run one by one, so that they need not all be in memory.
+
+    They come in the order of the names of their files.
+
+    Args:
+        path: see `read_traces`.
+
+    Raises:
+        TraceFileError: as `read_traces` does, when it gets there.
+    """
     found = rank_files(path)
     if not found:
         raise TraceFileError(
             f"{_name(path)} holds no traces. Expected files named trace-rank00000.trine and so "
             "on, as a Recorder writes them."
         )
-    traces: dict[int, RankTrace] = {}
     names: dict[int, str] = {}
+    of_run = -1
     for file in found:
         trace = read_rank_file(file)
         rank, world_size = trace.header.rank, trace.header.world_size
-        first = next(iter(traces), rank)
-        if rank in traces:
+        if rank in names:
             raise TraceFileError(
                 f"{_name(path)} holds two traces of rank {rank}: {names[rank]} and "
                 f"{_name(file)}. Keep the files of one run only."
             )
-        if traces and traces[first].header.world_size != world_size:
+        if names and of_run != world_size:
             raise TraceFileError(
-                f"{_name(path)} holds files of different runs: {names[first]} is from "
-                f"{traces[first].header.world_size} ranks, {_name(file)} from {world_size}. "
+                f"{_name(path)} holds files of different runs: {next(iter(names.values()))} is "
+                f"from {of_run} ranks, {_name(file)} from {world_size}. "
                 "Keep the files of one run only."
             )
-        traces[rank] = trace
-        names[rank] = _name(file)
-    return [traces[rank] for rank in sorted(traces)]
+        names[rank], of_run = _name(file), world_size
+        yield trace
 
 
 def rank_files(path: Path) -> list[Path]:
