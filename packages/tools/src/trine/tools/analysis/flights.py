@@ -100,10 +100,6 @@ def flights(events: Events, windows: Tensor, rows: Tensor, labels: Labels) -> Fl
     asked_ns = events.enqueue_ns[places]
     window = torch.searchsorted(windows, asked_ns, right=True) - 1
     outside = window >= windows.numel() - 1
-    if windows.numel() == 2 and bool(outside.any()):
-        # A recording without steps ends when its last event does, which may be a point.
-        outside &= asked_ns > windows[-1]
-        window = window.clamp(max=0)
     numbers, pair = torch.unique(labels.of(places), return_inverse=True)
     first = torch.full_like(numbers, torch.iinfo(torch.int64).max)
     order = first.scatter_reduce_(0, pair, asked_ns, "amin").argsort(stable=True)

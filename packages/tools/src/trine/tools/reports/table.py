@@ -121,7 +121,7 @@ def _parts_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
 def _unit_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     """Column titles, in up to three lines each, and the cells."""
     found = {name: None for unit in summary.units for name in unit.collectives}
-    names = [name for name in _FIRST_COLLECTIVES if name in found]
+    names: list[str] = [name for name in _FIRST_COLLECTIVES if name in found]
     names += [name for name in found if name not in names]
     header = ["unit"]
     for name in names:
