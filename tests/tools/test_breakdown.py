@@ -277,7 +277,8 @@ def test_the_first_step_that_a_full_recorder_left_does_not_count() -> None:
 def test_an_empty_recording_has_no_steps() -> None:
     (rank,) = run([])
 
-    assert not rank.steps and not rank.between
+    assert not rank.steps
+    assert not rank.between
     assert rank.by_unit.totals() == []
 
 

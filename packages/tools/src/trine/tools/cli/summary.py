@@ -20,8 +20,9 @@ __all__ = ["summary"]
 def summary(path: Path, as_json: bool) -> None:
     """Show where the time of a run went, per step, rank and FSDP unit.
 
-    PATH is the folder that a run was recorded to, or the trace file of one rank. Time is
-    divided into computing, exposed communication, waiting for late ranks, loading data, the
+    PATH is the folder that a run was recorded to, or the trace file of one rank; traces of
+    torch.profiler and JSON dumps of the flight recorder, one for each rank, are read too. Time
+    is divided into computing, exposed communication, waiting for late ranks, loading data, the
     optimizer, checkpoints and the rest.
     """
     require(path)
@@ -30,12 +31,12 @@ def summary(path: Path, as_json: bool) -> None:
 
         from trine.tools.analysis.saved import SUMMARY_FORMAT, SUMMARY_VERSION
         from trine.tools.reports import print_summary, summarize
-        from trine.tools.tracing.reader import each_trace, rank_files
+        from trine.tools.sources import read_each, source_files
 
         # Sorting gains nothing from threads, and on a shared machine they wait for each other.
         torch.set_num_threads(1)
-        with Progress("ranks read", len(rank_files(path))) as progress:
-            result = summarize(progress.over(each_trace(path)))
+        with Progress("ranks read", len(source_files(path))) as progress:
+            result = summarize(progress.over(read_each(path)))
     if as_json:
         data = {"format": SUMMARY_FORMAT, "version": SUMMARY_VERSION, **asdict(result)}
         click.echo(json.dumps(data))

@@ -21,9 +21,9 @@ from trine.tools.sources.kineto import is_kineto, kineto_events, kineto_trace
 from trine.tools.sources.text import read_text
 from trine.tools.text import printable
 from trine.tools.tracing.rank_file import FORMAT
-from trine.tools.tracing.reader import RankTrace, rank_files, read_rank_file, read_traces
+from trine.tools.tracing.reader import RankTrace, each_trace, rank_files, read_rank_file
 
-__all__ = ["read", "source_files"]
+__all__ = ["read", "read_each", "source_files"]
 
 _HEAD_BYTES: Final = 512
 _MAX_FILES: Final = 1 << 16
@@ -47,9 +47,25 @@ def read(path: Path) -> list[RankTrace]:
         TraceFileError: if there is nothing to read, a file is damaged or of a kind that is
             not read, or the files cannot belong to one run.
     """
+    return sorted(read_each(path), key=lambda trace: trace.header.rank)
+
+
+def read_each(path: Path) -> Iterator[RankTrace]:
+    """The same one by one: of our own files only one is in memory at a time.
+
+    They come in the order of the names of their files.
+
+    Raises:
+        TraceFileError: as `read` does, when it gets there.
+    """
     files = source_files(path)
     if path.is_dir() and files == rank_files(path):
-        return read_traces(path)
+        yield from each_trace(path)
+    else:
+        yield from _read_files(files, path)
+
+
+def _read_files(files: list[Path], path: Path) -> list[RankTrace]:
     traces: dict[int, RankTrace] = {}
     names: dict[int, str] = {}
     for file in files:
