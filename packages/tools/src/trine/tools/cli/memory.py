@@ -26,9 +26,9 @@ def memory(path: Path, as_json: bool) -> None:
     with one_sentence_errors():
         from trine.tools.analysis.memory import memory_use
         from trine.tools.reports.memory_table import print_memory
-        from trine.tools.tracing import read_traces
+        from trine.tools.sources import read
 
-        use = memory_use(read_traces(path))
+        use = memory_use(read(path))
     if as_json:
         click.echo(json.dumps({"format": "trine-memory", "version": 1, **asdict(use)}))
     else:

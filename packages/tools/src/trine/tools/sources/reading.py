@@ -130,8 +130,7 @@ def _read_file(path: Path) -> RankTrace:
         raise TraceFileError(
             f"{name} is a pickle, as torch's flight recorder writes its dumps. It is not read, "
             "since a pickle can run any code. Have each rank write JSON instead, to a file whose "
-            "name ends in its rank: torch._C._distributed_c10d._dump_fr_trace_json(), or the "
-            "page /fr_trace_json of torch.distributed.debug.start_debug_server()."
+            "name ends in its rank: torch._C._distributed_c10d._dump_fr_trace_json() gives it."
         )
     if FORMAT.encode() in head or not _may_be_read(head):
         return read_rank_file(path)
