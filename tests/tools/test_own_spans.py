@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from time import perf_counter_ns
 from typing import cast
 
 import pytest
 
+from tests.tools.events import event
+from trine.core import tracing
 from trine.core.tracing import Kind, TraceEvent
 from trine.tools.recording.injected import Session
 from trine.tools.recording.torch_compute import OwnSpans
+from trine.tools.tracing import read_traces
 
 
 class FakeRecording:
@@ -68,21 +72,6 @@ def test_a_program_with_spans_keeps_its_own(session: FakeSession, spans: OwnSpan
     assert session.recording.names == []
 
 
-@pytest.mark.parametrize(("kind", "names"), [("instant", ["forward"]), ("span", [])])
-def test_only_spans_tell_that_a_program_reports_its_computation(
-    kind: Kind, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recording = FakeRecording()
-    session = Session(tmp_path, None)
-    monkeypatch.setattr(session, "running", lambda: recording)
-
-    session.compute.add("forward", perf_counter_ns())
-    session.record(TraceEvent(kind, "backward", "compute", "layers.0", 0, None, 1, 1))
-    session.compute.flush()
-
-    assert [name for name in recording.names if name == "forward"] == names
-
-
 def test_a_program_is_watched_for_spans_in_its_first_steps_only(
     session: FakeSession, spans: OwnSpans
 ) -> None:
@@ -119,3 +108,62 @@ def test_a_process_that_is_not_recorded_has_none(session: FakeSession, spans: Ow
 
     step(spans)  # and nothing is raised
     assert session.watches
+
+
+@pytest.mark.parametrize(("kind", "left"), [("span", True), ("instant", False)])
+def test_a_span_of_the_program_and_no_mark_of_the_engine_means_that_it_reports_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, left: bool
+) -> None:
+    monkeypatch.setattr(tracing, "_step", -1)
+    monkeypatch.setenv("TRINE_TRACE_TAKEN", "")
+    session = Session(tmp_path, None)
+
+    session.record(event("backward", 0, 0, kind=kind, category="compute"))
+    session.compute.add("forward", perf_counter_ns())
+    session.finish()
+
+    (trace,) = read_traces(tmp_path)
+    assert [made.name for made in trace.events] == ["backward"] + ["forward"] * (not left)
+
+
+def test_a_process_that_a_rank_started_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINE_TRACE_TAKEN", f"0/1/{os.getpid() + 1}")
+
+    assert Session(tmp_path, None).running() is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_was_thought_another_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "_step", -1)
+    monkeypatch.setenv("TRINE_TRACE_TAKEN", "")
+    session = Session(tmp_path, None)
+    session.begin()  # before the process group was made
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    session.rank_is_known()
+    session.finish()
+
+    assert [(trace.header.rank, trace.header.world_size) for trace in read_traces(tmp_path)] == [
+        (1, 2)
+    ]
+
+
+def test_what_fails_ends_the_recording_and_not_the_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = Session(tmp_path, None)
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    guarded = session.guarded(fail)
+    guarded()
+    guarded()
+
+    assert capsys.readouterr().err == "trine: recording ends: RuntimeError: no\n"
+    assert session.running() is None

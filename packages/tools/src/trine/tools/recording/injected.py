@@ -62,7 +62,7 @@ class Session:
         if began and running is not None:
             running.report(event)  # the sink that will take the next ones came too late for it
         # The engine tells in instants what its units do, and times no computation.
-        if event.category == "compute" and event.kind == "span":
+        if event.kind == "span" and event.category == "compute":
             self.compute.leave_to_program()
 
     def running(self) -> Profile | None:
@@ -123,10 +123,11 @@ class Session:
         if begun.path is None:
             return None
         # Before the recorder's own, which knows nothing of clocks.
-        Finalize(None, self._finish, exitpriority=10)
+        Finalize(None, self.finish, exitpriority=10)
         return begun
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """End the recording with the process."""
         if self._profile is not None:
             self.compute.flush()
             self._profile.__exit__(None, None, None)

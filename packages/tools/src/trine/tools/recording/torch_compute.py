@@ -14,10 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.utils.data
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -89,8 +85,7 @@ class OwnSpans:
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.depth = 0  # of modules in forward
-        self.forward_ns = 0
+        self.inside = False  # of a module's forward
         self.steps: list[tuple[Optimizer, int]] = []
 
 
@@ -98,19 +93,6 @@ def install(session: Session) -> None:
     """Register the hooks."""
     state = _PerThread()
     first: list[Optimizer] = []
-
-    @session.guarded
-    def pre_forward(module: nn.Module, args: object) -> None:
-        state.depth += 1
-        if state.depth == 1:
-            session.begin()  # the first step begins here, and not after it
-            state.forward_ns = perf_counter_ns()
-
-    @session.guarded
-    def post_forward(module: nn.Module, args: object, output: object) -> None:
-        state.depth = max(0, state.depth - 1)
-        if state.depth == 0:
-            session.compute.add("forward", state.forward_ns, {"module": type(module).__name__})
 
     @session.guarded
     def pre_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -133,16 +115,37 @@ def install(session: Session) -> None:
         if not first:
             first.append(optimizer)
         if optimizer is first[0] and running is not None:
-            state.depth = 0
             session.compute.end_of_step()
             running.step()
 
-    register_module_forward_pre_hook(pre_forward)
-    register_module_forward_hook(post_forward, always_call=True)
     register_optimizer_step_pre_hook(pre_step)
     register_optimizer_step_post_hook(post_step)
+    _wrap_forward(session, state)
     _wrap_backward(session)
     _wrap_loading(session)
+
+
+def _wrap_forward(session: Session, state: _PerThread) -> None:
+    # Hooks for all modules make each call of a module ten times as slow and have torch.compile
+    # warn; hooks on one module are saved with it. This costs a call of a function.
+    call = nn.Module.__call__
+    add = session.guarded(session.compute.add)
+    begin = session.guarded(session.begin)
+
+    @functools.wraps(call)
+    def traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if state.inside or torch.compiler.is_compiling():
+            return call(module, *args, **kwargs)
+        begin()  # the first step begins here, and not after it
+        state.inside = True
+        start_ns = perf_counter_ns()
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            state.inside = False
+            add("forward", start_ns, {"module": type(module).__name__})
+
+    nn.Module.__call__ = traced  # type: ignore[method-assign]  # see above
 
 
 def _wrap_backward(session: Session) -> None:
