@@ -76,7 +76,7 @@ def test_over_the_limit_and_within_noise_is_said_and_passes() -> None:
     assert [each.outcome for each in found.checked] == ["within noise"]
     out = io.StringIO()
     print_check(found, out)
-    assert "chance may be why: the step grew by 6.2% (limit 1%)." in out.getvalue()
+    assert "noise may be why: the step grew by 6.2% (limit 1%)." in out.getvalue()
 
 
 def test_what_is_not_worth_a_thought_is_not_worse() -> None:

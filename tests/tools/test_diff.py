@@ -47,17 +47,18 @@ def shown(before: Run, after: Run) -> str:
         (None, Spread(100, 0, 10), "new"),
         (Spread(100, 0, 10), None, "gone"),
         (Spread(0, 0, 10), Spread(0, 0, 10), "unchanged"),
-        (Spread(0, 0, 10), Spread(1, 0, 10), "more"),
+        (Spread(0, 0, 10), Spread(1, 0, 10), "unchanged"),  # two thousandths of the step
+        (Spread(0, 0, 10), Spread(1.1, 0, 10), "more"),
     ],
 )
 def test_a_difference_counts_if_chance_does_not_explain_it(
     before: Spread | None, after: Spread | None, verdict: str
 ) -> None:
-    assert compare(before, after).verdict == verdict
+    assert compare(before, after, step=Spread(500, 0, 10)).verdict == verdict
 
 
 def test_counted_numbers_differ_by_the_smallest_amount() -> None:
-    assert compare(Spread(100, 0, 10), Spread(101, 0, 10), exact=True).verdict == "more"
+    assert compare(Spread(100, 0, 10), Spread(101, 0, 10)).verdict == "more"
 
 
 def test_runs_that_differ_by_chance_alone_mostly_look_unchanged() -> None:
@@ -66,7 +67,7 @@ def test_runs_that_differ_by_chance_alone_mostly_look_unchanged() -> None:
     def one() -> Spread:
         return Spread.of([chance.gauss(100, 10) for _ in range(30)])
 
-    verdicts = [compare(one(), one()).verdict for _ in range(500)]
+    verdicts = [compare(one(), one(), one()).verdict for _ in range(500)]
 
     # Three errors of a median, itself known to some 20 % from 30 steps: about one in 100.
     assert verdicts.count("unchanged") >= 480
@@ -101,7 +102,7 @@ def test_the_text_says_what_got_slower() -> None:
         "before: 2 ranks, 10 steps",
         "after:  2 ranks, 10 steps",
         "",
-        "Steps got slower, from 550 us to 610 us, by 60.0 us (+10.9%); chance explains up to "
+        "Steps got slower, from 550 us to 610 us, by 60.0 us (+10.9%); noise explains up to "
         "11.0 us.",
         "below: per step, median of the steps, mean over ranks",
     ]
@@ -130,7 +131,7 @@ def test_what_chance_may_explain_is_said_with_how_much() -> None:
         train(compute=lambda step: 440 + 200 * (step % 2)),
     )
 
-    assert "Steps took 650 us, now 690 us (+6.2%), but chance explains up to 249 us" in text
+    assert "Steps took 650 us, now 690 us (+6.2%), but noise explains up to 249 us" in text
 
 
 def test_many_units_are_cut_short_on_the_screen() -> None:

@@ -2,7 +2,8 @@
 
 Two medians differ by chance. A difference counts if it exceeds three times the error that
 the spreads over the steps leave. One of times has to exceed two percent, too: runs of the
-same program on the same machine differ by more than their steps tell.
+same program on the same machine differ by more than their steps tell. And two thousandths of
+a step: what is less is not worth a thought.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ FEWEST_STEPS: Final = 5
 
 _ERRORS: Final = 3.0
 _LEAST: Final = 0.02
+_OF_STEP: Final = 0.002
 
 Verdict = Literal["more", "less", "unchanged", "unsure", "new", "gone"]
 
@@ -33,7 +35,7 @@ class Change:
         after: None if it is gone.
         difference: after minus before; what is not there counts as zero.
         share: the difference as a share of what was before; None if that was nothing.
-        noise: a difference of up to this may be chance.
+        noise: a difference of up to this says nothing.
         verdict: what can be said; "unsure" if there are too few steps.
     """
 
@@ -45,19 +47,20 @@ class Change:
     verdict: Verdict
 
 
-def compare(before: Spread | None, after: Spread | None, *, exact: bool = False) -> Change:
+def compare(before: Spread | None, after: Spread | None, step: Spread | None = None) -> Change:
     """What became of a number.
 
     Args:
         before: over the steps of the first run; None if it has no such number.
         after: over those of the second.
-        exact: it is counted, not measured: the same program gives the same number.
+        step: of numbers that are times, the step time before. Others are counted, and the
+            same program gives the same again.
     """
     old, new = before or Spread(0, 0, 0), after or Spread(0, 0, 0)
     difference = new.median - old.median
     noise = _ERRORS * hypot(old.error, new.error)
-    if not exact:
-        noise = max(noise, _LEAST * abs(old.median))
+    if step is not None:
+        noise = max(noise, _LEAST * old.median, _OF_STEP * step.median)
     verdict: Verdict
     if before is None or after is None:
         verdict = "gone" if before else "new" if after else "unchanged"

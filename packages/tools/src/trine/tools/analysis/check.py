@@ -1,8 +1,7 @@
 """Whether a run is worse than one before, for CI: `check`.
 
-A limit is a share of the baseline. What exceeds it fails only if chance does not explain
-the difference, so that noise does not fail a build; what is not worth a thought, less than
-two thousandths of a step, never does.
+A limit is a share of the baseline. What exceeds it fails only if it is a difference at all
+(`change`), so that noise does not fail a build.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ __all__ = ["ALWAYS", "Check", "Checked", "check"]
 ALWAYS: Final = ("step", "sent")
 """What is checked without being asked for: the time of a step, the bytes that a rank sends."""
 
-_NEGLIGIBLE: Final = 0.002  # of a step
-
 Outcome = Literal["ok", "worse", "within noise"]
 
 
@@ -34,7 +31,7 @@ class Checked:
         before: the baseline's median over its steps.
         after: that of the run.
         share: by how much it grew, as a share of the baseline; None if that was nothing.
-        noise: a difference of up to this may be chance.
+        noise: a difference of up to this says nothing.
         limit: by how much it may grow, as a share of the baseline.
         outcome: "within noise" if the limit is exceeded, and chance may be why.
     """
@@ -108,11 +105,8 @@ def check(run: Measured, baseline: Measured, limits: Mapping[str, float]) -> Che
 
 def _checked(name: str, run: Measured, baseline: Measured, limit: float) -> Checked:
     before, after = baseline.parts[name], run.parts[name]
-    change = compare(before, after, exact=name in COUNTED)
-    allowed = limit * before.median
-    if name not in ALWAYS:
-        allowed = max(allowed, _NEGLIGIBLE * baseline.parts["step"].median)
+    change = compare(before, after, None if name in COUNTED else baseline.parts["step"])
     outcome: Outcome = "ok"
-    if change.difference > allowed:
+    if change.difference > limit * before.median:
         outcome = "worse" if change.difference > change.noise else "within noise"
     return Checked(name, before.median, after.median, change.share, change.noise, limit, outcome)

@@ -70,15 +70,20 @@ def diff(before: Measured, after: Measured) -> Diff:
     """Compare two runs: medians over their steps, and whether chance explains the difference."""
     first = {(each.unit, each.operation): each.numbers for each in before.collectives}
     second = {(each.unit, each.operation): each.numbers for each in after.collectives}
+    step = before.parts.get("step", Spread(0, 0, 0))
     collectives = [
-        _collective(key, first.get(key), second.get(key))
+        _collective(key, first.get(key), second.get(key), step)
         for key in dict.fromkeys([*first, *second])
     ]
     return Diff(
         before=_facts(before),
         after=_facts(after),
         parts={
-            name: compare(before.parts.get(name), after.parts.get(name), exact=name in COUNTED)
+            name: compare(
+                before.parts.get(name),
+                after.parts.get(name),
+                None if name in COUNTED else step,
+            )
             for name in dict.fromkeys([*before.parts, *after.parts])
         },
         collectives=sorted(collectives, key=lambda each: -abs(each.time.difference)),
@@ -90,16 +95,19 @@ def _facts(run: Measured) -> RunFacts:
 
 
 def _collective(
-    key: tuple[str, str], before: Mapping[str, Spread] | None, after: Mapping[str, Spread] | None
+    key: tuple[str, str],
+    before: Mapping[str, Spread] | None,
+    after: Mapping[str, Spread] | None,
+    step: Spread,
 ) -> CollectiveChange:
-    def change(name: str, exact: bool = False) -> Change:
+    def change(name: str, step: Spread | None = None) -> Change:
         old = before[name] if before else None
-        return compare(old, after[name] if after else None, exact=exact)
+        return compare(old, after[name] if after else None, step)
 
     return CollectiveChange(
         *key,
-        time=change("in_flight_ns"),
-        exposed=change("exposed_ns"),
-        nbytes=change("nbytes", exact=True),
-        count=change("count", exact=True),
+        time=change("in_flight_ns", step),
+        exposed=change("exposed_ns", step),
+        nbytes=change("nbytes"),
+        count=change("count"),
     )

@@ -20,7 +20,7 @@ def print_check(found: Check, file: TextIO | None = None) -> None:
         found: what to show.
         file: where; standard output if None.
     """
-    header = ["", "baseline", "now", "change", "limit", "chance\nup to", ""]
+    header = ["", "baseline", "now", "change", "limit", "noise\nup to", ""]
     rows = [_row(each) for each in found.checked]
     print_table(_lines(found), header, rows, file or sys.stdout, left=(0, 6))
 
@@ -28,7 +28,7 @@ def print_check(found: Check, file: TextIO | None = None) -> None:
 def _lines(found: Check) -> list[str]:
     counts = f"{found.steps} steps against {found.baseline_steps} of the baseline"
     lines = [f"Worse: {_grew(each)}, from {_pair(each)}." for each in found.worse]
-    lines += [f"Over the limit, but chance may be why: {_grew(each)}." for each in found.unclear]
+    lines += [f"Over the limit, but noise may be why: {_grew(each)}." for each in found.unclear]
     if found.unclear:
         lines.append("Record more steps, or on a quieter machine, to tell.")
     if not lines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
 from trine.tools.analysis.change import Change
@@ -38,7 +38,7 @@ def print_diff(found: Diff, file: TextIO | None = None) -> None:
         file: where; standard output if None.
     """
     file = file or sys.stdout
-    header = ["", "before", "after", "change", "", "chance\nup to", ""]
+    header = ["", "before", "after", "change", "", "noise\nup to", ""]
     rows = [
         _row(name, change)
         for name, change in found.parts.items()
@@ -46,13 +46,11 @@ def print_diff(found: Diff, file: TextIO | None = None) -> None:
     ]
     print_table(_heading(found), header, rows, file, left=(0, 6))
     if found.collectives:
-        header = ["unit", "collective", "time\nbefore", "\nafter", "exposed\nbefore", "\nafter"]
-        header += ["sent\nbefore", "\nafter", "calls\nbefore", "\nafter", ""]
-        rows = [_collective(each) for each in found.collectives[:_SHOWN]]
+        header, rows = _collectives(found.collectives)
         rest = len(found.collectives) - len(rows)
         print(file=file)
         lines = ["collectives, per step and rank; those whose time changed most come first"]
-        print_table(lines, header, rows, file, left=(0, 1, 10))
+        print_table(lines, header, rows, file, left=(0, 1, len(header) - 1))
         if rest:
             print(f"and {rest} more; --json has them all", file=file)
 
@@ -76,7 +74,7 @@ def _verdict(total: Change) -> str:
     assert total.before is not None
     assert total.after is not None
     before, after = format_ns(total.before.median), format_ns(total.after.median)
-    chance = f"chance explains up to {format_ns(total.noise)}"
+    chance = f"noise explains up to {format_ns(total.noise)}"
     if total.verdict == "unchanged":
         if abs(total.share or 0) < _SAME:
             return f"Steps take as long as before: {before}, now {after}."
@@ -107,16 +105,28 @@ def _row(name: str, change: Change) -> list[str]:
     ]
 
 
-def _collective(each: CollectiveChange) -> list[str]:
-    return [
-        printable(each.unit) or "(no unit)",
-        printable(each.operation),
-        *_two(each.time, format_ns),
-        *_two(each.exposed, format_ns),
-        *_two(each.nbytes, format_nbytes),
-        *_two(each.count, lambda count: f"{count:g}"),
-        _OF_TIME[each.time.verdict],
+def _collectives(found: Sequence[CollectiveChange]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells. What is counted has columns only if it has changed anywhere."""
+    columns: list[tuple[str, Callable[[CollectiveChange], Change], Format]] = [
+        ("time", lambda each: each.time, format_ns),
+        ("exposed", lambda each: each.exposed, format_ns),
+        ("sent", lambda each: each.nbytes, format_nbytes),
+        ("calls", lambda each: each.count, lambda count: f"{count:g}"),
     ]
+    columns = [
+        column
+        for column in columns
+        if column[2] is format_ns or any(column[1](each).verdict != "unchanged" for each in found)
+    ]
+    header = ["unit", "collective"]
+    for title, _, _ in columns:
+        header += [f"{title}\nbefore", "\nafter"]
+    rows = []
+    for each in found[:_SHOWN]:
+        cells = [cell for _, change, form in columns for cell in _two(change(each), form)]
+        name = printable(each.unit) or "(no unit)"
+        rows.append([name, printable(each.operation), *cells, _OF_TIME[each.time.verdict]])
+    return [*header, ""], rows
 
 
 def _two(change: Change, form: Format) -> tuple[str, str]:
