@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -126,3 +128,19 @@ def moments() -> list[tuple[str, int]]:
         for event in keep.events
         if event.kind == "counter" and event.unit == "0"
     ]
+
+
+def two_dtypes() -> list[int]:
+    """What a unit with two groups of parameters reports of its shards."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False).double())
+    fully_shard(model)
+    keep = Keep()
+    add_sink(keep)
+    with contextlib.suppress(RuntimeError):  # two dtypes in one product, after the gather
+        model(torch.ones(2, 4))
+    remove_sink(keep)
+    return [int(event.value) for event in keep.events if event.name == "memory.sharded"]
+
+
+def test_groups_of_one_unit_are_told_together() -> None:
+    assert run_on_ranks(two_dtypes, 1)[0][-1] == 16 * (4 + 8)

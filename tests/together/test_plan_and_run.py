@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ def train(cases: list[Case]) -> list[Seen]:
 
 
 def train_one(case: Case) -> Seen:
+    gc.collect()  # the model before has units of the same names, and its memory counts
     torch.manual_seed(0)
     model = GPT(CONFIG)
     settings: dict[str, Any] = {

@@ -8,6 +8,10 @@ without a unit. With nobody listening nothing here is called; callers ask `traci
 Note [Order of counters]
     A reader adds counters up as they come, so two that change together must not add up to
     more than there ever was: what was given up is told before what was taken.
+
+Note [Groups of one name]
+    A module whose parameters have several dtypes has several groups, and two models may have
+    units of one name. A counter is known by its name alone, so it tells of all of them.
 """
 
 from __future__ import annotations
@@ -43,27 +47,43 @@ _lent: weakref.WeakKeyDictionary[BufferPool, int] = weakref.WeakKeyDictionary()
 _registered = False
 
 
+class _Unit:
+    """What was told of the groups of one name; see Note [Groups of one name]."""
+
+    def __init__(self) -> None:
+        self.groups: weakref.WeakSet[MemoryCounters] = weakref.WeakSet()
+        self.told: dict[str, int] = {}
+        self.told_when: tuple[object, int] | None = None
+
+
+_units: weakref.WeakValueDictionary[str, _Unit] = weakref.WeakValueDictionary()
+
+
 class MemoryCounters:
     """Reports the bytes of one group's tensors.
 
     Args:
         params: the group's parameters.
-
-    Attributes:
-        unit: full name of the group's module.
     """
 
     def __init__(self, params: Sequence[_Param]) -> None:
         global _registered
-        self.unit = "(root)"
         self._params = params
         self._borrowed = 0
-        self._told: dict[str, int] = {}
-        self._told_when: tuple[object, int] | None = None
+        self._nbytes: dict[str, int] = {}
+        self._unit = _Unit()
+        self.rename("(root)")
         _all.add(self)
         if not _registered:
             _registered = True
             register_optimizer_step_post_hook(_stepped)
+
+    def rename(self, name: str) -> None:
+        """Take the full name that the group's module has under its root."""
+        self._name = name
+        self._unit.groups.discard(self)
+        self._unit = _units.setdefault(name, _Unit())
+        self._unit.groups.add(self)
 
     def tell(self, pool: BufferPool, sharded: int, unsharded: int) -> None:
         """Report what has changed since the last report.
@@ -103,15 +123,18 @@ class MemoryCounters:
             self._tell("optimizer", sum(found))
 
     def _tell(self, kind: str, nbytes: int) -> None:
+        self._nbytes[kind] = nbytes
+        unit = self._unit
         # All anew for a sink that was not there before, and in each step: a recording may
         # begin in any step, and lose its oldest events.
         when = (tracing.sinks(), tracing.current_step())
-        if when != self._told_when:
-            self._told_when = when
-            self._told.clear()
-        if self._told.get(kind) != nbytes:
-            self._told[kind] = nbytes
-            tracing.counter(f"memory.{kind}", nbytes, "mem", self.unit)
+        if when != unit.told_when:
+            unit.told_when = when
+            unit.told.clear()
+        total = sum(group._nbytes.get(kind, 0) for group in unit.groups)
+        if unit.told.get(kind) != total:
+            unit.told[kind] = total
+            tracing.counter(f"memory.{kind}", total, "mem", self._name)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:

@@ -227,7 +227,8 @@ class ParamGroup:
     def rename(self, name: str) -> None:
         """Take the full name that the module has under its root; parameters follow."""
         prefix = "" if name == "(root)" else f"{name}."
-        self.name = self._transfers.unit = self._memory.unit = name
+        self.name = self._transfers.unit = name
+        self._memory.rename(name)
         for param, below in zip(self.params, self._names_below, strict=True):
             param.fqn = prefix + below
 
