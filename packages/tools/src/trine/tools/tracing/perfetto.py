@@ -43,6 +43,7 @@ _SEQUENCE, _TRACK_EVENT, _INTERNED, _FLAGS, _DESCRIPTOR = 10, 11, 12, 13, 60
 _UUID, _NAME, _PARENT, _COUNTER, _CHILD_ORDERING, _ORDER_RANK, _DESCRIPTION = 1, 2, 5, 8, 11, 12, 14
 _CATEGORY, _ANNOTATION, _TYPE, _NAME_IID, _TRACK, _VALUE, _FLOW = 3, 4, 9, 10, 11, 44, 47
 _BEGIN, _END, _INSTANT, _COUNT = 1, 2, 3, 4
+_PACKET_TAG, _TIMESTAMP_TAG, _EVENT_TAG = b"\x0a", b"\x40", b"\x5a"  # with their type
 _EXPLICIT: Final = 3
 _CLEARED, _NEEDED = 1, 2
 _SIZE_BYTES: Final = 3
@@ -52,6 +53,7 @@ _CATEGORIES, _NAMES, _ANNOTATION_NAMES = 1, 2, 3
 
 _ROOT: Final = 1
 _PART: Final = 1 << 15
+_MAX_KNOWN: Final = 1 << 12
 _LABEL: Final = ("kind", "name", "category", "unit", "group", "operation", "dtype", "backend")
 _FURTHER: Final = ("start_ns", "end_ns", "step", "sequence", "nbytes", "args")
 _INSTANT_KIND, _ASYNC_KIND = KINDS.index("instant"), KINDS.index("async")
@@ -112,6 +114,7 @@ class _Rank:
         self._interned: dict[tuple[int, str], int] = {}
         self._new: list[bytes] = []
         self._labels: dict[tuple[int, ...], tuple[bytes, int]] = {}
+        self._numbers: dict[tuple[str, int], bytes] = {}
 
     def packets(self) -> Iterator[bytes]:
         header = self._trace.header
@@ -169,7 +172,9 @@ class _Rank:
                 if self._new:
                     packets.append(_packet(self._common + message(_INTERNED, b"".join(self._new))))
                     self._new.clear()
-                packets.append(_at(start, self._common + message(_TRACK_EVENT, content)))
+                packets.append(
+                    _at(start, self._common + _EVENT_TAG + varint(len(content)) + content)
+                )
                 if label[0] != _INSTANT_KIND:
                     open_.append(end + self._shift_ns)
             yield b"".join(packets)
@@ -214,7 +219,14 @@ class _Rank:
         )
 
     def _number(self, key: str, number: int) -> bytes:
-        return self._annotation(key, b"\x20" + varint(number))  # int_value = 4
+        # Steps and sizes come by the thousand.
+        known = self._numbers.get((key, number))
+        if known is None:
+            if len(self._numbers) >= _MAX_KNOWN:
+                self._numbers.clear()
+            known = self._annotation(key, integer(4, number))
+            self._numbers[key, number] = known
+        return known
 
     def _annotation(self, key: str, value: bytes) -> bytes:
         return message(_ANNOTATION, integer(1, self._iid(_ANNOTATION_NAMES, key)) + value)
@@ -264,7 +276,9 @@ def _track(
 
 
 def _at(at_ns: int, rest: bytes) -> bytes:
-    return _packet(b"\x40" + varint(at_ns) + rest)  # timestamp = 8
+    """A packet with a time; written out, because there are two for each slice."""
+    content = _TIMESTAMP_TAG + varint(at_ns) + rest
+    return _PACKET_TAG + varint(len(content)) + content
 
 
 def _value(value: object) -> bytes:

@@ -27,7 +27,7 @@ _MAX_DEPTH: Final = 6
 _MAX_BESIDE: Final = 4
 _ASYNC: Final = KINDS.index("async")
 _PIXELS: Final = 2000  # as wide as the picture is on a good screen, before it is enlarged
-_MAX_MARKS: Final = 900
+_MAX_MARKS: Final = 800
 
 
 @dataclass(frozen=True)
