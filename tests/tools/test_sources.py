@@ -7,10 +7,13 @@ import json
 import pickle
 import zlib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from tests.tools.events import event, rank_trace, step, write_rank_file
@@ -20,7 +23,7 @@ from trine.tools.errors import TraceFileError
 from trine.tools.reports import summarize
 from trine.tools.sources import join_profiler, read
 from trine.tools.sources import text as text_of_files
-from trine.tools.tracing import Recorder
+from trine.tools.tracing import RankTrace, Recorder
 
 BASE_NS = 1_790_857_026_000_000_000
 
@@ -82,6 +85,16 @@ def refusal(path: Path) -> str:
     with pytest.raises(TraceFileError) as caught:
         read(path)
     return str(caught.value)
+
+
+def read_or_refuse(path: Path) -> list[RankTrace]:
+    """What is read, nothing if it is refused in one sentence."""
+    try:
+        return read(path)
+    except TraceFileError as error:
+        message = str(error)
+    assert "\n" not in message
+    return []
 
 
 # --- torch.profiler
@@ -154,6 +167,19 @@ def test_the_steps_of_the_profiler_number_what_starts_in_them(tmp_path: Path) ->
     steps = {found.name: found.step for found in trace.events if found.name != "step"}
     assert steps == {"aten::add": 4, "aten::mul": -1, "aten::mm": 5}
     assert [f.step for f in trace.events if f.category == "step"] == [4, 5]
+
+
+def test_what_torch_annotates_by_itself_has_the_names_of_the_schema(tmp_path: Path) -> None:
+    names = ("enumerate(DataLoader)#_Single.__next__", "Optimizer.step#Adam.step", "mine")
+    slices = [work(name, at, 1, cat="user_annotation") for at, name in enumerate(names)]
+
+    (trace,) = read(put(tmp_path, "a.json", kineto(*slices)))
+
+    assert [(found.name, found.category) for found in trace.events] == [
+        ("load batch", "io"),
+        ("optimizer", "compute"),
+        ("mine", "user"),
+    ]
 
 
 def test_memory_is_that_of_the_device_where_there_is_one(tmp_path: Path) -> None:
@@ -249,7 +275,8 @@ def test_nccl_says_when_a_collective_ran_and_how_large_its_group_is(tmp_path: Pa
 
 
 def test_a_dump_must_say_its_rank_in_its_name(tmp_path: Path) -> None:
-    assert "Give it a name that ends in the rank" in refusal(put(tmp_path, "dump.json", dump()))
+    for name in ("dump.json", "dump-20261201.json"):
+        assert "Give it a name that ends in the rank" in refusal(put(tmp_path, name, dump()))
 
 
 def test_a_pickle_is_refused_with_the_way_to_json(tmp_path: Path) -> None:
@@ -404,3 +431,78 @@ def test_an_odd_entry_spoils_no_other(tmp_path: Path, odd: dict[str, Any]) -> No
 
     over = [found for found in trace.events if found.kind == "async"]
     assert 1 in [(found.args or {}).get("seq") for found in over]
+
+
+# --- whatever comes
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_change_to_a_file_gives_recordings_or_one_sentence(data: st.DataObject) -> None:
+    whole = json.dumps(data.draw(st.sampled_from(SAMPLES))).encode()
+    at = data.draw(st.integers(0, len(whole)))
+    length = data.draw(st.integers(0, 20))
+    changed = whole[:at] + data.draw(st.binary(max_size=20)) + whole[at + length :]
+
+    with TemporaryDirectory() as folder:
+        path = put(Path(folder), "dump-rank0.json", changed)
+        traces = read_or_refuse(path)
+
+    if traces:
+        summarize(traces)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_value_in_the_place_of_another_gives_recordings_or_one_sentence(
+    data: st.DataObject,
+) -> None:
+    content = json.loads(json.dumps(data.draw(st.sampled_from(SAMPLES))))
+    places: list[tuple[Any, Any]] = []
+    collect_places(content, places)
+    holder, key = data.draw(st.sampled_from(places))
+    holder[key] = data.draw(json_values)
+
+    with TemporaryDirectory() as folder:
+        path = put(Path(folder), "dump-rank0.json", content)
+        traces = read_or_refuse(path)
+
+    if traces:
+        summarize(traces)
+        find_hang(traces)
+
+
+def collect_places(value: Any, places: list[tuple[Any, Any]]) -> None:
+    """Every container in a value, with each of its keys."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value))
+    for key in keys:
+        places.append((value, key))
+        if isinstance(value[key], dict | list):
+            collect_places(value[key], places)
+
+
+NCCL_KERNEL = work(
+    "ncclDevKernel_AllReduce",
+    20,
+    5,
+    cat="kernel",
+    args={"Collective name": "allreduce", "In msg nelems": 9, "Group size": 2, "dtype": "Float"}
+    | {"Process Group Name": "0", "Seq": 1, "device": 0, "stream": 7},
+)
+SAMPLES: list[Any] = [
+    kineto(
+        work("ProfilerStep#1", 1, 50, cat="user_annotation"),
+        work("gloo:all_gather", 5, 10, cat="user_annotation"),
+        work("trine::wait all_gather layers.0", 6, 3),
+        NCCL_KERNEL,
+        {"ph": "i", "name": "[memory]", "ts": 3, "tid": 5, "args": {"Total Allocated": 4}},
+    ),
+    dump(entry(1, 10), entry(2, 20, over=False)),
+]

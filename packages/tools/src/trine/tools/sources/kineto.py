@@ -49,6 +49,11 @@ _CATEGORY_OF: Final = {
     "move batch": "io",
     "copy_out": "mem",
 }
+_ANNOTATIONS: Final = {
+    "Optimizer.step#": ("optimizer", "compute"),
+    "Optimizer.zero_grad#": ("zero_grad", "compute"),
+    "enumerate(DataLoader)#": ("load batch", "io"),
+}
 _step_number = re.compile(r"ProfilerStep#(\d{1,18})").fullmatch
 _collective = re.compile(r"(gloo|mpi|ucc|xccl|nccl|hccl):(\w+)").fullmatch
 
@@ -190,8 +195,12 @@ def _annotation(name: str, start_ns: int, end_ns: int) -> TraceEvent:
             event.name, event.category, event.unit = f"wait {operation}", "comm", unit.strip()
             event.args = {SEAM: own, "op": operation}
         return event
-    category = "compute" if name.startswith("Optimizer.step#") else "user"
-    return _event("span", name, category, start_ns, end_ns)
+    for prefix, (label, category) in _ANNOTATIONS.items():
+        if name.startswith(prefix):
+            event = _event("span", label, category, start_ns, end_ns)
+            event.args = {"annotation": name}
+            return event
+    return _event("span", name, "user", start_ns, end_ns)
 
 
 def _nccl_kernel(name: str, args: Mapping[str, object], start_ns: int, end_ns: int) -> TraceEvent:

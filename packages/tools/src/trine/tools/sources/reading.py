@@ -30,7 +30,7 @@ _MAX_FILES: Final = 1 << 16
 _MAX_RANKS: Final = 1 << 20
 _GZIP: Final = b"\x1f\x8b"
 _ARRAYS: Final = ("traceEvents", "entries")
-_last_number = re.compile(r"(\d{1,7})\D*$").search
+_last_number = re.compile(r"(\d+)\D*$").search
 
 
 def read(path: Path) -> list[RankTrace]:
@@ -175,7 +175,7 @@ def _rank_in(path: Path) -> int:
     while (shorter := Path(stem).stem) != stem:
         stem = shorter
     found = _last_number(stem)
-    if found is None or int(found[1]) >= _MAX_RANKS:
+    if found is None or len(found[1]) > 7 or int(found[1]) >= _MAX_RANKS:
         raise TraceFileError(
             f"{printable(str(path))} is a dump of torch's flight recorder, which does not say of "
             "which rank. Give it a name that ends in the rank, such as dump-rank3.json."
