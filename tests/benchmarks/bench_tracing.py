@@ -32,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from trine.core import tracing
 from trine.core.tracing import TraceEvent
 from trine.tools.tracing import Recorder
+from trine.tools.tracing.rank_file import Encoder
 
 
 class BoundedSink:
@@ -94,6 +95,7 @@ class Row:
     listener: str = "nobody"
     limit_ns: int | None = None
     calls: int = 20_000
+    per: int = 1  # executions of the call site that one statement stands for
     times_ns: list[float] = field(default_factory=list)
 
 
@@ -117,22 +119,49 @@ def rows() -> list[Row]:
         Row("span", SPAN, limit_ns=200),
         Row("span", SPAN, listener="a sink", limit_ns=600),
         Row("span", SPAN, listener="the recorder", limit_ns=600),
+        Row("event written", "encoder.events(EVENTS, 0)", limit_ns=1_000, calls=20, per=512),
         Row("span", SPAN, listener="torch's profiler", calls=2_000),
         Row("record_function", TORCHS, calls=5_000),
         Row("record_function", TORCHS, listener="torch's profiler", calls=2_000),
     ]
 
 
+def some_events(count: int) -> list[TraceEvent]:
+    """Events as a sharded model reports them: every fourth one of a collective."""
+    about = {"group": "0", "op": "all_gather", "dtype": "float32", "backend": "gloo"}
+    return [
+        TraceEvent("span", "forward", "compute", f"blocks.{n % 32}", 0, None, n, n + 5)
+        if n % 4
+        else TraceEvent(
+            "async",
+            "all_gather",
+            "comm",
+            f"blocks.{n % 32}",
+            4096,
+            {**about, "seq": n, "enqueue_ns": n, "exposed_ns": 3},
+            n + 1,
+            n + 5,
+        )
+        for n in range(count)
+    ]
+
+
 def measure(table: list[Row], rounds: int) -> None:
     """Fill in the times, one round of all rows after another."""
-    names = {"tracing": tracing, "span": tracing.span, "record_function": record_function}
+    names = {
+        "tracing": tracing,
+        "span": tracing.span,
+        "record_function": record_function,
+        "encoder": Encoder(),
+        "EVENTS": some_events(512),
+    }
     with profiling():
         pass  # its first start loads what it needs
     for _ in range(rounds):
         for row in table:
             timer = timeit.Timer(row.statement, setup=gc.enable, globals=names)
             with LISTENERS[row.listener]():
-                row.times_ns.append(timer.timeit(row.calls) / row.calls * 1e9)
+                row.times_ns.append(timer.timeit(row.calls) / row.calls / row.per * 1e9)
 
 
 def print_table(table: list[Row]) -> None:

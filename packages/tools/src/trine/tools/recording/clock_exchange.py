@@ -85,7 +85,10 @@ class ClockServer:
         self._path = directory / _FILE
         self._token = secrets.token_hex(_TOKEN_BYTES // 2).encode("ascii")
         self._ends = False
-        self._socket = socket.create_server(("", 0), backlog=128)
+        # Under torchrun it is known where all ranks are on this host; else they may come from
+        # others, and the token says which of those that come are ranks.
+        alone = os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
+        self._socket = socket.create_server(("127.0.0.1" if alone else "", 0), backlog=128)
         self._socket.settimeout(0.05)
         self._clients: list[threading.Thread] = []
         self._serving = threading.Lock()

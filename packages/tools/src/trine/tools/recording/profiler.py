@@ -34,7 +34,8 @@ def profile(
     """Record what this rank does in a `with` block.
 
     To be entered by every rank alike; each writes its own file into the folder. Which rank
-    this is comes from `torch.distributed`, else from the variables of torchrun or mpiexec.
+    this is comes from `torch.distributed`, else from the variables of torchrun or mpiexec;
+    ranks that a program spawns itself enter it after `init_process_group`.
     No rank waits for another, and where a file cannot be written training goes on without.
 
     Args:

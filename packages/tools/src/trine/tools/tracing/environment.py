@@ -20,8 +20,9 @@ __all__ = ["make_header"]
 _PACKAGES: Final = ("trine-core", "trine-distributed", "trine-tools")
 _VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 _PREFIXES: Final = ("TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "TRINE_", "UCX_", "FI_")
-# Settings explain numbers; a password that somebody gave such a name does not.
-_SECRETS: Final = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")
+# Settings explain numbers; a password that somebody gave such a name does not, and neither
+# does how `trine trace run` talks to the ranks.
+_NOT_SHOWN: Final = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH", "TRINE_TRACE_")
 _MAX_VALUE: Final = 200
 
 
@@ -69,6 +70,6 @@ def _environment() -> dict[str, str]:
             continue
     for name, value in sorted(os.environ.items()):
         settles = name in _VARIABLES or name.startswith(_PREFIXES)
-        if settles and not any(word in name for word in _SECRETS):
+        if settles and not any(word in name for word in _NOT_SHOWN):
             found[name] = value[:_MAX_VALUE]
     return found

@@ -46,7 +46,9 @@ _FLUSH_S: Final = 0.02  # see Note [Events die young]
 _IDLE_S: Final = 0.25
 _CHUNK: Final = 512  # events formatted before the training gets its turn: 0.5 ms
 _PAUSE_S: Final = 0.001
-_CLOSE_S: Final = 30.0  # a disk that hangs must not keep a process from ending
+# A disk that hangs must not keep a process from ending, least of all one that was told to.
+_CLOSE_S: Final = 30.0
+_TERMINATED_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -154,10 +156,11 @@ class Recorder:
             self._take_no_more()
             self._reason = reason
             self._wake()
-        self._thread.join(_CLOSE_S)
+        seconds = _TERMINATED_S if reason == "signal" else _CLOSE_S
+        self._thread.join(seconds)
         hangs = self._thread.is_alive()
         if hangs:
-            self._give_up(f"nothing could be written for {_CLOSE_S:.0f} s")
+            self._give_up(f"nothing could be written for {seconds:.0f} s")
         if first and self._leave() and not hangs:
             os.close(self._wake_from)
             os.close(self._wake_to)
