@@ -28,6 +28,7 @@ from trine.distributed._fsdp.modes import without_grad
 from trine.distributed._fsdp.offload import HostMemory
 from trine.distributed._fsdp.optimizer_steps import StepCount, count_optimizer_steps
 from trine.distributed._fsdp.param import ShardedParam, faces_of, rows_in, trainable
+from trine.distributed._fsdp.plain_steps import step_on_plain_tensors
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import GradReducer, ReduceSettings
 from trine.distributed._fsdp.subgroup import SubgroupGather
@@ -110,6 +111,7 @@ class ParamGroup:
         self._flat: Tensor | None = None
         self._steps = StepCount()
         count_optimizer_steps()
+        step_on_plain_tensors()
         for param in self.params:
             param.steps = self._steps
             param.show_sharded()

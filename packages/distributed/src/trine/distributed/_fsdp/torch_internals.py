@@ -7,6 +7,7 @@ test_torch_internals.py` runs the engine with each of them missing.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.optim import Optimizer
 
 __all__ = [
     "Faces",
@@ -32,6 +34,7 @@ __all__ = [
     "compiled_from",
     "copy_grad_hooks",
     "dtensor_over",
+    "exchange_collected",
     "function_of_policy",
     "hooked",
     "local_tensor",
@@ -259,6 +262,29 @@ def on_backward_reaching(tensor: Tensor, function: Callable[[object], None]) -> 
         tensor.register_hook(function)  # type: ignore[no-untyped-call]  # torch's own
     else:
         made_by.register_prehook(function)
+
+
+def exchange_collected(
+    optimizer: Optimizer, exchange: Callable[[dict[str, Any], Sequence[list[Tensor]]], None]
+) -> None:
+    """Have `exchange` change the lists of tensors that one step of an Adam works with.
+
+    It is called with a group of the optimizer and the lists: parameters, gradients, then state.
+    Without torch's method that fills these lists nothing is exchanged.
+    """
+    if "_init_group" in vars(optimizer):
+        return
+    collect: Callable[..., Any] | None = getattr(type(optimizer), "_init_group", None)
+    if collect is None:
+        return
+    owner = weakref.ref(optimizer)  # it must be gone as soon as its last user is
+
+    def collected(group: dict[str, Any], *lists: list[Tensor]) -> Any:
+        found = collect(owner(), group, *lists)
+        exchange(group, lists)
+        return found
+
+    vars(optimizer)["_init_group"] = collected
 
 
 def storage_users(storages: Sequence[torch.UntypedStorage]) -> list[int] | None:
