@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -177,10 +178,13 @@ def dtensor_over(
     return made
 
 
+_version_of = attrgetter("_version")
+
+
 def versions_of(tensors: Sequence[Tensor]) -> int:
     """How often any of `tensors` was written to in place, as far as torch counts it; else 0."""
     try:
-        return sum([tensor._version for tensor in tensors])
+        return sum(map(_version_of, tensors))
     except AttributeError:
         return 0
 
@@ -234,10 +238,14 @@ def apply_grad_hooks(param: Tensor, grad: Tensor) -> Tensor:
     return grad
 
 
+_hooks_of = attrgetter("_backward_hooks")
+_later_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+
+
 def hooked(tensors: Sequence[Tensor]) -> bool:
     """Whether any of `tensors` has hooks that the two functions above and below would call."""
     try:
-        return any(t._backward_hooks or t._post_accumulate_grad_hooks for t in tensors)
+        return any(map(_hooks_of, tensors)) or any(map(_later_hooks_of, tensors))
     except AttributeError:
         return True
 
@@ -309,6 +317,9 @@ def store_of(group: dist.ProcessGroup) -> tuple[Any, timedelta] | None:
     return store, getattr(store, "timeout", dist.default_pg_timeout)
 
 
+_dtype_of = attrgetter("dtype")
+
+
 def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
     """Cut each tensor into `chunks` along dim 0, padded, and lay equal chunks side by side.
 
@@ -320,7 +331,8 @@ def chunk_cat(tensors: Sequence[Tensor], chunks: int, out: Tensor) -> None:
     """
     together = getattr(torch, "_chunk_cat", None)
     dtype = out.dtype
-    if together is not None and all(t.dtype is dtype and t.numel() for t in tensors):
+    alike = all(map(is_, map(_dtype_of, tensors), repeat(dtype)))
+    if together is not None and alike and all(map(Tensor.numel, tensors)):
         together(tensors, 0, chunks, out=out)
         return
     offset = 0
