@@ -130,7 +130,8 @@ def _read_file(path: Path) -> RankTrace:
         raise TraceFileError(
             f"{name} is a pickle, as torch's flight recorder writes its dumps. It is not read, "
             "since a pickle can run any code. Have each rank write JSON instead, to a file whose "
-            "name ends in its rank: torch._C._distributed_c10d._dump_fr_trace_json() gives it."
+            "name ends in its rank: torch._C._distributed_c10d has _dump_nccl_trace_json() for "
+            "NCCL and _dump_fr_trace_json() for gloo."
         )
     if FORMAT.encode() in head or not _may_be_read(head):
         return read_rank_file(path)
