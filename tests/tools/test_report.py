@@ -328,17 +328,17 @@ def test_memory_is_the_sum_of_what_units_have_at_the_moment() -> None:
 
     root = tree(trace)
 
-    assert "highest peak: 15.0 MiB, 3.00 us after" in root.text
+    assert "The peak is 15.0 MiB, in step 0: 12.0 MiB activations, 3.00 MiB parameter" in root.text
     says = [
         one.attributes["aria-label"]
         for one in root.find("svg", class_="chart")[-1].find("g", class_="mark")
     ]
     assert says == [
-        "at 0 ns, 1.00 MiB: sharded parameters 1.00 MiB",
-        "at 1.00 us, 3.00 MiB: sharded parameters 3.00 MiB",
-        "at 2.00 us, 11.0 MiB: sharded parameters 3.00 MiB, activations 8.00 MiB",
-        "at 3.00 us, 15.0 MiB: sharded parameters 3.00 MiB, activations 12.0 MiB",
-        "at 4.00 us, 7.00 MiB: sharded parameters 3.00 MiB, activations 4.00 MiB",
+        "at 0 ns, 1.00 MiB: parameter shards 1.00 MiB",
+        "at 1.00 us, 3.00 MiB: parameter shards 3.00 MiB",
+        "at 2.00 us, 11.0 MiB: parameter shards 3.00 MiB, activations 8.00 MiB",
+        "at 3.00 us, 15.0 MiB: parameter shards 3.00 MiB, activations 12.0 MiB",
+        "at 4.00 us, 7.00 MiB: parameter shards 3.00 MiB, activations 4.00 MiB",
     ]
 
 
@@ -389,7 +389,7 @@ def test_what_is_missing_is_said_and_breaks_nothing(traces: list[RankTrace]) -> 
     root = tree(*traces)
 
     assert len(root.find("section")) == 5
-    assert "No memory counters" in root.text
+    assert "No memory was recorded." in root.text
     assert ("7 events did not fit" in root.text) == (traces[0].dropped == 7)
     if len(traces) < traces[0].header.world_size:
         assert "No trace of ranks 0-2, 4 was read." in root.text

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
 
+from trine.tools.analysis.advice import KINDS
+from trine.tools.analysis.memory import MemoryUse, memory_use
+from trine.tools.analysis.memory_series import memory_series
 from trine.tools.reports.html.model import (
     Cell,
     Figure,
@@ -17,148 +18,124 @@ from trine.tools.reports.html.model import (
     Table,
     count_cell,
     nbytes_cell,
-    ns_cell,
+    text_cell,
 )
 from trine.tools.reports.html.svg import Bar, Segment, areas
-from trine.tools.text import format_nbytes, format_ns
+from trine.tools.text import format_nbytes, format_ns, printable
 from trine.tools.tracing.events import Events
 from trine.tools.tracing.reader import RankTrace
 
 __all__ = ["memory"]
 
-_KINDS: Final = {
-    "sharded": ("sharded", "sharded parameters"),
-    "optimizer": ("optimizer-state", "optimizer state"),
-    "gradients": ("gradients", "gradients"),
-    "unsharded": ("unsharded", "unsharded parameters"),
-    "communication": ("communication", "communication buffers"),
-    "activations": ("activations", "activations"),
-}
+_CLASSES: Final = {"optimizer": "optimizer-state", "replicated": "other"}
 _MOMENTS: Final = 60
 _MAX_RANKS: Final = 64
-
-
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """What one rank used.
-
-    Attributes:
-        rank: the rank.
-        at_ns: moments at which something changed.
-        kinds: by kind, bytes at each; float64.
-        total: their sum.
-    """
-
-    rank: int
-    at_ns: Tensor
-    kinds: dict[str, Tensor]
-    total: Tensor
-
-    @property
-    def peak(self) -> int:
-        """The place of the moment at which most was used."""
-        return int(self.total.argmax())
+_MAX_UNITS: Final = 200
 
 
 def memory(traces: Sequence[RankTrace]) -> Section:
-    """A picture of the rank whose peak is highest, and the peaks of all."""
-    every = [use for use in map(_use, traces) if use is not None]
-    if not every:
-        text = "No memory counters were recorded. The engine reports them while tracing is on."
-        return Section("memory", "Memory", [text])
-    most = max(every, key=lambda use: float(use.total[use.peak]))
-    peak_ns = int(most.at_ns[most.peak] - most.at_ns[0])
-    texts = [
-        f"Rank {most.rank} has the highest peak: {format_nbytes(float(most.total[most.peak]))}, "
-        f"{format_ns(peak_ns)} after its first report, marked by a triangle. Areas are stacked."
+    """A picture of the rank whose peak is highest, its units, and the peaks of all ranks."""
+    use = memory_use(traces)
+    if not use.ranks:
+        return Section("memory", "Memory", ["No memory was recorded."])
+    (worst,) = [trace for trace in traces if trace.header.rank == use.worst]
+    drawn = _moments(worst.events)
+    caption = f"Memory of rank {use.worst} over time, the most of each stretch"
+    kinds = [
+        kind for place, kind in enumerate(KINDS) if any(bar.segments[place].size for bar in drawn)
     ]
-    caption = f"Memory of rank {most.rank} over time, the most of each stretch"
-    kinds = [kind for kind in _KINDS if float(most.kinds[kind].max()) > 0]
-    drawn = _moments(most, kinds)
-    legend = [LegendEntry(*_KINDS[kind]) for kind in kinds]
-    figures = [Figure(caption, areas(drawn, caption), legend)]
-    return Section("memory", "Memory", texts, figures, [_peaks(every), _table(drawn, kinds)])
+    legend = [LegendEntry(_CLASSES.get(kind, kind), KINDS[kind]) for kind in kinds]
+    figure = Figure(caption, areas(drawn, caption), legend)
+    tables = [_over_time(drawn, caption), _units(use, kinds), _peaks(use)]
+    return Section("memory", "Memory", _texts(use), [figure], tables)
 
 
-def _use(trace: RankTrace) -> _Use | None:
-    """How much of each kind there was at each moment; None without counters.
-
-    A counter says what its unit has now, so a kind is the sum of the last values of its units.
-    """
-    events = trace.events
-    kinds = {kind: events.place(f"memory.{kind}") for kind in _KINDS}
-    ours = torch.isin(events.name, torch.tensor(list(kinds.values()), dtype=events.name.dtype))
-    ours &= events.is_kind("counter") & events.value.isfinite()
-    places = ours.nonzero().flatten()
-    if not places.numel():
-        return None
-    places = places[events.start_ns[places].argsort(stable=True)]
-    change = _changes(events, places)
-    found = {
-        kind: torch.where(events.name[places] == place, change, 0.0).cumsum(0).clamp(min=0)
-        for kind, place in kinds.items()
-    }
-    total = torch.stack(list(found.values())).sum(0)
-    return _Use(trace.header.rank, events.start_ns[places], found, total)
+def _texts(use: MemoryUse) -> list[str]:
+    texts = [f"{printable(use.explained)} {use.advice}"]
+    texts.append("Areas are stacked; the triangle marks the peak.")
+    if use.missing:
+        texts.append(f"Not recorded: {', '.join(KINDS[kind] for kind in use.missing)}.")
+    for peak in use.ranks:
+        if peak.rank == use.worst and peak.allocated is not None:
+            texts.append(f"Allocated in all, whatever for: {format_nbytes(peak.allocated)}.")
+    return texts
 
 
-def _changes(events: Events, places: Tensor) -> Tensor:
-    """By how much each counter differs from the one before it of the same name and unit."""
-    key = events.name[places].long() * len(events.texts) + events.unit[places]
-    order = key.argsort(stable=True)
-    value = events.value[places][order]
-    before = torch.zeros_like(value)
-    same = key[order][1:] == key[order][:-1]
-    before[1:] = torch.where(same, value[:-1], 0.0)
-    change = torch.empty_like(value)
-    change[order] = value - before
-    return change
-
-
-def _moments(use: _Use, kinds: Sequence[str]) -> list[Bar]:
+def _moments(events: Events) -> list[Bar]:
     """The moment of greatest use in each stretch of time; a stretch without reports has none."""
-    first = int(use.at_ns[0])
-    length = max(int(use.at_ns[-1]) - first, 1)
-    stretch = (use.at_ns - first) * (_MOMENTS - 1) // length
+    series = memory_series(events)
+    at_ns = events.start_ns[series.place]
+    # What a counter changes in the sum, it changes in its kind.
+    change = series.total.diff(prepend=torch.zeros(1, dtype=torch.float64))
+    of_kind = [
+        torch.tensor([own == kind for own, _ in series.holders])[series.holder] for kind in KINDS
+    ]
+    by_kind = torch.stack([torch.where(own, change, 0.0).cumsum(0) for own in of_kind])
+    first = int(at_ns.min())
+    length = max(int(at_ns.max()) - first, 1)
+    stretch = (at_ns - first) * (_MOMENTS - 1) // length
     drawn = []
     for place in range(_MOMENTS):
         own = (stretch == place).nonzero().flatten()
         if not own.numel():
             continue
-        at = int(own[use.total[own].argmax()])
-        segments = [Segment(*_KINDS[kind], float(use.kinds[kind][at])) for kind in kinds]
+        at = int(own[series.total[own].argmax()])
+        segments = [
+            Segment(_CLASSES.get(kind, kind), label, size)
+            for (kind, label), size in zip(KINDS.items(), by_kind[:, at].tolist(), strict=True)
+        ]
         said = ", ".join(f"{one.label} {format_nbytes(one.size)}" for one in segments if one.size)
-        label = format_ns(int(use.at_ns[at]) - first)
-        total = format_nbytes(float(use.total[at]))
-        drawn.append(Bar(label, f"at {label}, {total}: {said}", segments))
+        label = format_ns(int(at_ns[at]) - first)
+        drawn.append(
+            Bar(label, f"at {label}, {format_nbytes(float(series.total[at]))}: {said}", segments)
+        )
     return drawn
 
 
-def _peaks(every: Sequence[_Use]) -> Table:
-    shown = sorted(every, key=lambda use: -float(use.total[use.peak]))[:_MAX_RANKS]
+def _over_time(drawn: Sequence[Bar], caption: str) -> Table:
+    shown = [place for place in range(len(KINDS)) if any(bar.segments[place].size for bar in drawn)]
     rows = [
         [
-            count_cell(use.rank),
-            nbytes_cell(float(use.total[use.peak])),
-            *(nbytes_cell(float(use.kinds[kind][use.peak])) for kind in _KINDS),
-            ns_cell(int(use.at_ns[use.peak] - use.at_ns[0])),
+            Cell(bar.label, str(row)),
+            nbytes_cell(bar.total),
+            *(nbytes_cell(bar.segments[place].size) for place in shown),
         ]
-        for use in sorted(shown, key=lambda use: use.rank)
+        for row, bar in enumerate(drawn)
+    ]
+    labels = list(KINDS.values())
+    header = ["at", "in all", *(labels[place] for place in shown)]
+    return Table(caption, header, rows, folded=True)
+
+
+def _units(use: MemoryUse, kinds: Sequence[str]) -> Table:
+    caption = f"The most that each unit had on rank {use.worst} at any moment"
+    if len(use.units) > _MAX_UNITS:
+        caption += f" (the {_MAX_UNITS} largest of {len(use.units)} units)"
+    rows = [
+        [
+            text_cell(unit.unit or "(no unit)"),
+            *(nbytes_cell(unit.most.get(kind, 0.0)) for kind in kinds),
+            nbytes_cell(sum(unit.at_peak.values())),
+        ]
+        for unit in use.units[:_MAX_UNITS]
+    ]
+    return Table(caption, ["unit", *(KINDS[kind] for kind in kinds), "at the peak"], rows)
+
+
+def _peaks(use: MemoryUse) -> Table:
+    shown = sorted(use.ranks, key=lambda peak: -peak.nbytes)[:_MAX_RANKS]
+    kinds = [kind for kind in KINDS if any(peak.by_kind.get(kind) for peak in shown)]
+    rows = [
+        [
+            count_cell(peak.rank),
+            nbytes_cell(peak.nbytes),
+            *(nbytes_cell(peak.by_kind.get(kind, 0.0)) for kind in kinds),
+            Cell(str(peak.step) if peak.step >= 0 else "", str(peak.step)),
+            text_cell(peak.where),
+        ]
+        for peak in sorted(shown, key=lambda peak: peak.rank)
     ]
     caption = "What each rank held at its peak"
-    if len(shown) < len(every):
-        caption += f" (the {len(shown)} highest of {len(every)} ranks)"
-    return Table(caption, ["rank", "peak", *(label for _, label in _KINDS.values()), "at"], rows)
-
-
-def _table(drawn: Sequence[Bar], kinds: Sequence[str]) -> Table:
-    rows = [
-        [
-            Cell(bar.label, str(place)),
-            nbytes_cell(bar.total),
-            *(nbytes_cell(one.size) for one in bar.segments),
-        ]
-        for place, bar in enumerate(drawn)
-    ]
-    header = ["at", "total", *(_KINDS[kind][1] for kind in kinds)]
-    return Table("Memory over time", header, rows, folded=True)
+    if len(shown) < len(use.ranks):
+        caption += f" (the {len(shown)} highest of {len(use.ranks)} ranks)"
+    return Table(caption, ["rank", "peak", *(KINDS[kind] for kind in kinds), "step", "where"], rows)
