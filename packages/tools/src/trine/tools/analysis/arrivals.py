@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trine.tools.analysis.breakdown import break_down, look_at
+from trine.tools.analysis.breakdown import Look, break_down
 from trine.tools.analysis.collectives import Collectives, on_one_axis
 from trine.tools.tracing.matching import match
-from trine.tools.tracing.reader import RankTrace
 
 __all__ = ["Arrivals", "arrivals"]
 
@@ -35,12 +34,14 @@ class Arrivals:
     note: str
 
 
-def arrivals(traces: Sequence[RankTrace]) -> Arrivals:
+def arrivals(looks: Sequence[Look]) -> Arrivals:
     """Compare when ranks came to the collectives of all groups.
 
     For the skew only those count that all recorded ranks of their group came to.
+
+    Args:
+        looks: what was kept of each recording.
     """
-    looks = [look_at(trace) for trace in traces]
     run = break_down(looks)
     axis = on_one_axis(match([look.calls for look in looks]), run.alignment)
     skew_ns, late_ns = _apart(axis)

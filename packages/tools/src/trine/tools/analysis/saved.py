@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from trine.tools.analysis.breakdown import break_down
-from trine.tools.analysis.measured import Measured, MeasuredCollective, measure
+from trine.tools.analysis.measured import Measured, MeasuredCollective
 from trine.tools.analysis.spread import Spread
+from trine.tools.analysis.summary import summarize
 from trine.tools.analysis.unit_table import NUMBERS
 from trine.tools.errors import NotComparableError, TraceFileError
-from trine.tools.sources import read
+from trine.tools.sources import read_each
 from trine.tools.text import printable
 
 __all__ = ["SUMMARY_FORMAT", "SUMMARY_VERSION", "read_measured"]
@@ -37,8 +37,7 @@ def read_measured(path: Path) -> Measured:
     """
     if path.is_file() and _is_json(path):
         return _from_json(path)
-    traces = read(path)
-    return measure(traces[0].header.world_size, break_down(traces).ranks)
+    return summarize(read_each(path)).per_step
 
 
 def _is_json(path: Path) -> bool:

@@ -11,7 +11,7 @@ chance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trine.tools.analysis.arrivals import Arrivals, arrivals
+from trine.tools.analysis.breakdown import Look, look_at
 from trine.tools.analysis.own_time import OwnTime, own_time
 from trine.tools.analysis.spread import TO_SIGMA, Spread
 from trine.tools.tracing.reader import RankTrace
@@ -145,26 +146,32 @@ class Stragglers:
         return [rank for rank in self.ranks if rank.stands_out]
 
 
-def find_stragglers(traces: Sequence[RankTrace], threshold: Threshold | None = None) -> Stragglers:
+def find_stragglers(traces: Iterable[RankTrace], threshold: Threshold | None = None) -> Stragglers:
     """Find the ranks that make others wait.
 
     Args:
-        traces: of the ranks of one run, at least one.
+        traces: of the ranks of one run, at least one. Each is done with before the next is
+            asked for, so they need not all be in memory.
         threshold: when a rank stands out.
     """
     threshold = threshold or Threshold()
-    own = [each for each in map(own_time, traces) if each.numbers.numel()]
-    own = _shared_steps(own)
-    came = arrivals(traces)
+    looks: list[Look] = []
+    every: list[OwnTime] = []
+    for trace in traces:
+        looks.append(look_at(trace))
+        every.append(own_time(trace))
+        del trace  # before the next one is read
+    own = _shared_steps([each for each in every if each.numbers.numel()])
+    came = arrivals(looks)
     steps = int(own[0].numbers.numel()) if own else 0
     ranks = _ranks(own, came, threshold) if steps else []
     return Stragglers(
-        world_size=traces[0].header.world_size,
+        world_size=looks[0].header.world_size,
         steps=steps,
         step_ns=_step_ns(own) if steps else 0.0,
         ranks=sorted(ranks, key=lambda rank: (-rank.median_ns, rank.rank)),
         hosts=_hosts(ranks),
-        left_out=sorted({trace.header.rank for trace in traces} - {each.rank for each in own}),
+        left_out=sorted(each.rank for each in every if not each.numbers.numel()),
         skew=_skew(came.skew_ns),
         clock_note=came.note,
         threshold=threshold,

@@ -26,9 +26,9 @@ def stragglers(path: Path, as_json: bool) -> None:
     with one_sentence_errors():
         from trine.tools.analysis.stragglers import find_stragglers
         from trine.tools.reports.stragglers_table import print_stragglers, verdict
-        from trine.tools.sources import read
+        from trine.tools.sources import read_each
 
-        found = find_stragglers(read(path))
+        found = find_stragglers(read_each(path))
     if as_json:
         data = {"format": "trine-stragglers", "version": 1, "verdict": verdict(found)}
         click.echo(json.dumps({**data, **asdict(found)}))
