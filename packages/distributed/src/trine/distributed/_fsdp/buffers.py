@@ -45,6 +45,7 @@ class BufferPool:
 
     Attributes:
         lent_nbytes: bytes of the buffers that somebody has borrowed.
+        told_lent_nbytes: of these, so many were reported when somebody reported last.
     """
 
     def __init__(self, keep_nbytes: int | None = None) -> None:
@@ -54,6 +55,7 @@ class BufferPool:
         self._idle_nbytes = 0
         self._told_nbytes = 0
         self.lent_nbytes = 0
+        self.told_lent_nbytes = 0
 
     def acquire(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous tensor of undefined content, the caller's until `release`."""

@@ -42,8 +42,6 @@ class _Param(Protocol):
 
 
 _all: weakref.WeakSet[MemoryCounters] = weakref.WeakSet()
-_lent: weakref.WeakKeyDictionary[BufferPool, int] = weakref.WeakKeyDictionary()
-"""Bytes of each pool's buffers whose borrowers have been told of."""
 _registered = False
 
 
@@ -53,7 +51,8 @@ class _Unit:
     def __init__(self) -> None:
         self.groups: weakref.WeakSet[MemoryCounters] = weakref.WeakSet()
         self.told: dict[str, int] = {}
-        self.told_when: tuple[object, int] | None = None
+        self.step = -1
+        self.sinks: tuple[tracing.TraceSink, ...] = ()
 
 
 _units: weakref.WeakValueDictionary[str, _Unit] = weakref.WeakValueDictionary()
@@ -70,6 +69,7 @@ class MemoryCounters:
         global _registered
         self._params = params
         self._borrowed = 0
+        self._grads_nbytes = 0
         self._nbytes: dict[str, int] = {}
         self._unit = _Unit()
         self.rename("(root)")
@@ -85,17 +85,20 @@ class MemoryCounters:
         self._unit = _units.setdefault(name, _Unit())
         self._unit.groups.add(self)
 
-    def tell(self, pool: BufferPool, sharded: int, unsharded: int) -> None:
+    def tell(self, pool: BufferPool, sharded: int, unsharded: int, *, grads: bool) -> None:
         """Report what has changed since the last report.
 
         Args:
             pool: where the group's buffers come from.
             sharded: bytes of this rank's shards.
             unsharded: bytes of whole parameters, or of pieces kept of them.
+            grads: whether gradients can have changed: to look at each costs more than the rest.
         """
         self._tell("sharded", sharded)
         self._tell("unsharded", unsharded)
-        self._tell("gradients", sum(param.grad_nbytes for param in self._params))
+        if grads:
+            self._grads_nbytes = sum([param.grad_nbytes for param in self._params])
+        self._tell("gradients", self._grads_nbytes)
         self.tell_buffers(pool)
 
     def tell_buffers(self, pool: BufferPool) -> None:
@@ -103,9 +106,8 @@ class MemoryCounters:
 
         Groups take turns, and each reports when it has done something, so a change is its own.
         """
-        lent = pool.lent_nbytes
-        change = lent - _lent.get(pool, 0)
-        _lent[pool] = lent
+        change = pool.lent_nbytes - pool.told_lent_nbytes
+        pool.told_lent_nbytes = pool.lent_nbytes
         # Never below 0: what was borrowed before anybody listened was nobody's.
         self._borrowed = max(self._borrowed + change, 0)
         # See Note [Order of counters].
@@ -123,15 +125,16 @@ class MemoryCounters:
             self._tell("optimizer", sum(found))
 
     def _tell(self, kind: str, nbytes: int) -> None:
-        self._nbytes[kind] = nbytes
         unit = self._unit
         # All anew for a sink that was not there before, and in each step: a recording may
         # begin in any step, and lose its oldest events.
-        when = (tracing.sinks(), tracing.current_step())
-        if when != unit.told_when:
-            unit.told_when = when
+        if unit.step != tracing.current_step() or unit.sinks is not tracing.sinks():
+            unit.step, unit.sinks = tracing.current_step(), tracing.sinks()
             unit.told.clear()
-        total = sum(group._nbytes.get(kind, 0) for group in unit.groups)
+        elif self._nbytes.get(kind) == nbytes and kind in unit.told:
+            return
+        self._nbytes[kind] = nbytes
+        total = sum([group._nbytes.get(kind, 0) for group in unit.groups])
         if unit.told.get(kind) != total:
             unit.told[kind] = total
             tracing.counter(f"memory.{kind}", total, "mem", self._name)

@@ -326,7 +326,7 @@ class ParamGroup:
             pending = gather()
         self._gather = _Gather(transfer, pending, out, own, recalled)
         self._holds = _Storage.FILLING
-        self._tell_memory()
+        self._tell_memory(grads=not recalled)  # for the optimizer may have dropped them
 
     def _gather_again(self, again: SubgroupGather, recalled: bool) -> _Gather:
         whole = self._whole_flat
@@ -417,7 +417,8 @@ class ParamGroup:
         self._show_shards()
 
     def _show_shards(self) -> None:
-        self._tell_memory()  # in backward its gradients are there, beside what is to be freed
+        # In backward its gradients are there, beside what is to be freed.
+        self._tell_memory(grads=backward_running() != -1)
         if self._fetched is not None:
             self._fetched.synchronize()  # from here on anybody may write to them
             self._fetched = None
@@ -427,11 +428,11 @@ class ParamGroup:
         self._holds = _Storage.EMPTY
         self._tell_memory()
 
-    def _tell_memory(self) -> None:
+    def _tell_memory(self, *, grads: bool = False) -> None:
         if tracing.enabled and self._flat is not None:
             piece = 0 if self._again is None else self._again.piece_nbytes
             whole = self._whole.nbytes() + piece
-            self._memory.tell(self.comm.pool, self._flat.nbytes, whole)
+            self._memory.tell(self.comm.pool, self._flat.nbytes, whole, grads=grads)
 
     @property
     def is_lent(self) -> bool:
@@ -471,7 +472,7 @@ class ParamGroup:
         self._follow_shown()
         for param in self.params:
             param.keep_grad(self._reduce_dtype)
-        self._tell_memory()
+        self._tell_memory(grads=True)
 
     def _follow_shown(self) -> None:
         """Know which parameters are trained, also if a user chose it while they were whole."""
@@ -513,9 +514,9 @@ class ParamGroup:
         """
         if self._flat is not None:
             self._follow_shown()
-            self._tell_memory()
+            self._tell_memory(grads=True)
             self._reducer.start(self._reduce_dtype)
-            self._tell_memory()
+            self._tell_memory(grads=True)
 
     def finish_reduce(self) -> bool:
         """Wait for the reduction's collective; hand out the gradients if it was the last.
@@ -524,7 +525,7 @@ class ParamGroup:
             False if another collective follows, which has been started.
         """
         finished = self._reducer.advance()
-        self._tell_memory()
+        self._tell_memory(grads=True)
         return finished
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -539,7 +540,7 @@ class ParamGroup:
                 param.sharded.grad = None
             elif param.sharded.grad is not None:
                 param.sharded.grad.zero_()
-        self._tell_memory()
+        self._tell_memory(grads=True)
 
     def reset(self) -> None:
         """Forget an iteration that broke off: drop its gradients, free what was gathered."""
