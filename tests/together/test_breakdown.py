@@ -51,7 +51,8 @@ def test_a_rank_that_dawdles_shows_as_waiting_of_the_other(tmp_path: Path) -> No
     traces = read_traces(tmp_path)
     early, late = break_down(traces).ranks
     planted_ns = LATE_S * 1e9
-    for waiting, dawdling in zip(early.steps, late.steps, strict=True):
+    # In the first step the ranks meet to compare their models before any collective.
+    for waiting, dawdling in zip(early.steps[1:], late.steps[1:], strict=True):
         assert dawdling.data_ns >= planted_ns
         assert waiting.wait_ns > 0.5 * planted_ns
         assert dawdling.wait_ns < 0.5 * planted_ns
