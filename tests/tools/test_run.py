@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from trine.tools.analysis.memory import memory_use
 from trine.tools.cli import main
 from trine.tools.tracing import RankTrace, read_traces
 
@@ -97,6 +98,19 @@ def test_a_script_is_recorded_and_notices_nothing(tmp_path: Path) -> None:
     assert names(trace, 1) == ["load batch", "forward", "backward", "optimizer", "step"]
     assert set(trace.events.parents().tolist()) == {4, 9, -1}  # all lie in their steps
     assert trace.end is not None
+
+
+def test_the_memory_of_a_script_is_recorded_if_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    done = trine_trace_run(tmp_path, "--memory", "--", sys.executable, "train.py", "well")
+
+    assert done.stdout == "trained well\n"
+    use = memory_use(read_traces(tmp_path / "run"))
+    assert use.ranks[0].by_kind["unsharded"] == 4 * (8 * 8 + 8 + 8 + 1)
+    # The layers save the batch, and what the first one makes of it: eight rows of eight each.
+    most = {unit.unit: unit.most for unit in use.units}
+    assert most["(root)"]["activations"] == 2 * 4 * 8 * 8
 
 
 def test_spawned_ranks_are_recorded_with_their_collectives(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ _INJECT = Path(__file__).resolve().parent.parent / "recording" / "inject"
     help="The folder of the run; recordings of an earlier one are replaced.",
 )
 @click.option("--steps", default="", help="Record these steps only: 20, or 20-29, from 0.")
+@click.option("--memory", is_flag=True, help="Record activations and other memory too.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(out: Path, steps: str, command: tuple[str, ...]) -> None:
+def run(out: Path, steps: str, memory: bool, command: tuple[str, ...]) -> None:
     """Run COMMAND and record every rank that it starts.
 
     COMMAND is what you run without us, after --: a Python script, python -m, torchrun or
@@ -46,19 +47,20 @@ def run(out: Path, steps: str, command: tuple[str, ...]) -> None:
         except ValueError as error:
             raise click.UsageError(f"--steps: {error}") from error
     began = time.time()
-    status = _run(command, _environment(out, steps))
+    status = _run(command, _environment(out, steps, memory))
     # Where a launcher started us once per rank, one says it for all.
     if (launched_rank(os.environ) or (0, 1))[0] == 0:
         click.echo(_what_next(out, began), err=True)
     sys.exit(status)
 
 
-def _environment(out: Path, steps: str) -> Mapping[str, str]:
+def _environment(out: Path, steps: str, memory: bool) -> Mapping[str, str]:
     before = os.environ.get("PYTHONPATH")
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(_INJECT), *([before] if before else [])])
     environment["TRINE_TRACE_OUT"] = str(out.resolve())
     environment["TRINE_TRACE_STEPS"] = steps
+    environment["TRINE_TRACE_MEMORY"] = "1" if memory else ""
     environment.pop("TRINE_TRACE_TAKEN", None)
     return environment
 

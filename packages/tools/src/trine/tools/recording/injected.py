@@ -21,19 +21,21 @@ from trine.tools.recording.launch import find_rank
 from trine.tools.recording.profiler import Profile, profile
 from trine.tools.recording.window import Window
 
-__all__ = ["OUT", "STEPS", "Session", "start"]
+__all__ = ["MEMORY", "OUT", "STEPS", "Session", "start"]
 
 P = ParamSpec("P")
 
 OUT: Final = "TRINE_TRACE_OUT"
 STEPS: Final = "TRINE_TRACE_STEPS"
+MEMORY: Final = "TRINE_TRACE_MEMORY"
 _TAKEN: Final = "TRINE_TRACE_TAKEN"
 
 
 def start() -> None:
     """Have this process recorded from the first thing it does."""
     steps = os.environ.get(STEPS)
-    session = Session(Path(os.environ[OUT]), Window.parse(steps) if steps else None)
+    window = Window.parse(steps) if steps else None
+    session = Session(Path(os.environ[OUT]), window, memory=bool(os.environ.get(MEMORY)))
     tracing.add_sink(session)
     torch_compute.install(session)
     torch_collectives.install(session)
@@ -46,9 +48,10 @@ class Session:
     also how late the rank must be known.
     """
 
-    def __init__(self, directory: Path, schedule: Window | None) -> None:
+    def __init__(self, directory: Path, schedule: Window | None, *, memory: bool = False) -> None:
         self._directory = directory
         self._schedule = schedule
+        self._memory = memory
         self._profile: Profile | None = None
         self._rank = (0, 1)
         self._pid = 0
@@ -119,7 +122,8 @@ class Session:
         if taken[:2] == [str(rank), str(world_size)] and taken[2] != str(os.getpid()):
             return None
         os.environ[_TAKEN] = f"{rank}/{world_size}/{os.getpid()}"
-        begun = profile(self._directory, schedule=self._schedule).__enter__()
+        asked = profile(self._directory, schedule=self._schedule, memory=self._memory)
+        begun = asked.__enter__()
         if begun.path is None:
             return None
         # Before the recorder's own, which knows nothing of clocks.
