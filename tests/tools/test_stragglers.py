@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from tests.tools.events import US, event, step, write_rank_file
 from tests.tools.jobs import begin, done, left, through, wait
 from trine.core.tracing import TraceEvent
 from trine.tools.analysis.stragglers import RankLateness, Stragglers, find_stragglers
 from trine.tools.cli import main
+from trine.tools.reports import tables
 from trine.tools.reports.stragglers_table import print_stragglers, verdict
 from trine.tools.tracing import RankTrace
 
@@ -258,6 +260,14 @@ def test_hosts_whose_ranks_are_late_are_named() -> None:
         ("host-a", 2, 0),
     ]
     assert verdict(result)[-1] == "All of them are on host-b: look at that machine."
+    out = io.StringIO()
+    print_stragglers(result, out)
+    lines = out.getvalue().splitlines()
+    assert [line.split()[:3] for line in lines[-2:]] == [
+        ["all", "of", "host-b"],
+        ["all", "of", "host-a"],
+    ]
+    assert lines[-6].split()[:2] == ["2", "host-b"]
 
 
 @pytest.mark.parametrize(
@@ -305,6 +315,20 @@ def test_many_ranks_are_summed_up_below_the_latest() -> None:
     assert lines[0] == "40 ranks, 10 steps of 670 us"
     assert [line.split()[0] for line in lines[-11:-9]] == ["17", "4"]
     assert lines[-1].startswith("30 more")
+
+
+def test_a_terminal_of_80_columns_is_wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+
+    def terminal(**kwargs: object) -> Console:
+        return Console(file=out, width=80, force_terminal=True, color_system=None, highlight=False)
+
+    monkeypatch.setattr(tables, "Console", terminal)
+    print_stragglers(found(2, lambda rank, number: 120_000 if rank == 1 else 0), out)
+
+    row = next(line for line in out.getvalue().splitlines() if line.startswith("1 "))
+    assert row.split()[-2:] == ["load", "batch"]
+    assert "\u2026" not in out.getvalue()  # nothing was cut off
 
 
 def test_names_cannot_steer_the_terminal() -> None:

@@ -27,7 +27,9 @@ def print_stragglers(found: Stragglers, file: TextIO | None = None) -> None:
     lines = [*_heading(found), "", *verdict(found)]
     if len(found.ranks) > 1:
         lines += ["", "late: what a rank took longer for itself than the others; negative: less"]
-    print_table(lines, *_table(found), file=file, left=(0, 1, 10))
+    header, rows = _table(found)
+    left = {0, header.index("host")} if "host" in header else {0}
+    print_table(lines, header, rows, file, left={*left, len(header) - 1})
 
 
 def verdict(found: Stragglers) -> list[str]:
@@ -83,20 +85,25 @@ def _heading(found: Stragglers) -> list[str]:
 
 
 def _table(found: Stragglers) -> tuple[list[str], list[list[str]]]:
-    header = ["rank", "host", "late\nmedian", "\np95", "\nmax", "of\nstep", "last\nin"]
-    header += ["costs\na step", "comes\nafter", "waits\na step", "loses most in"]
-    shown = found.ranks[:_SHOWN]
-    rows = [_row(str(rank.rank), printable(rank.host), [rank], rank.phase) for rank in shown]
+    """Titles and cells; machines are named only if there are several, to fit 80 columns."""
+    header = ["rank", "late\nmedian", "\np95", "\nmax", "of\nstep", "last\nin"]
+    header += ["costs\na step", "comes\nafter", "waits\na step", "loses\nmost in"]
+    rows = [_row(str(rank.rank), [rank], rank.phase) for rank in found.ranks[:_SHOWN]]
+    hosts = [printable(rank.host) for rank in found.ranks[:_SHOWN]]
     if rest := found.ranks[_SHOWN:]:
-        rows.append(_row(f"{len(rest)} more", "", rest, ""))
-    if len(found.hosts) > 1:
-        for host in found.hosts[:_SHOWN]:
-            own = [rank for rank in found.ranks if rank.host == host.host]
-            rows.append(_row("all of", printable(host.host), own, ""))
-    return header, rows
+        rows.append(_row(f"{len(rest)} more", rest, ""))
+        hosts.append("")
+    if len(found.hosts) < 2:
+        return header, rows
+    for host in found.hosts[:_SHOWN]:
+        own = [rank for rank in found.ranks if rank.host == host.host]
+        rows.append(_row("all of", own, ""))
+        hosts.append(printable(host.host))
+    rows = [[title, host, *cells] for (title, *cells), host in zip(rows, hosts, strict=True)]
+    return [header[0], "host", *header[1:]], rows
 
 
-def _row(title: str, host: str, ranks: Sequence[RankLateness], phase: str) -> list[str]:
+def _row(title: str, ranks: Sequence[RankLateness], phase: str) -> list[str]:
     """One rank, or the medians of several and the worst of their maxima."""
 
     def middle(numbers: Sequence[float]) -> float:
@@ -105,7 +112,6 @@ def _row(title: str, host: str, ranks: Sequence[RankLateness], phase: str) -> li
     arrives_ns = middle([rank.arrives_ns for rank in ranks])
     return [
         title,
-        host,
         format_ns(middle([rank.median_ns for rank in ranks])),
         format_ns(middle([rank.p95_ns for rank in ranks])),
         format_ns(max(rank.max_ns for rank in ranks)),
