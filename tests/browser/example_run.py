@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from trine.core.tracing import Kind, TraceEvent
-from trine.tools.tracing import Events, Header, RankTrace
+from trine.tools.tracing import End, Events, Header, RankTrace
 
 __all__ = ["SLOW_RANK", "SLOW_UNIT", "example_run"]
 
@@ -161,7 +161,14 @@ def example_run(ranks: int, steps: int = 50) -> list[RankTrace]:
     run = _Run(ranks)
     for number in range(steps):
         run.step(number)
-    return [RankTrace(_header(one.rank, ranks), Events.of(one.events)) for one in run.ranks]
+    return [
+        RankTrace(
+            _header(one.rank, ranks),
+            Events.of(one.events),
+            end=End(len(one.events), 0, "closed"),
+        )
+        for one in run.ranks
+    ]
 
 
 def _header(rank: int, ranks: int) -> Header:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +18,7 @@ from trine.core.tracing import TraceEvent
 from trine.tools.cli import main
 from trine.tools.reports.html.page import build_page
 from trine.tools.reports.html.write import render
-from trine.tools.tracing import RankTrace
+from trine.tools.tracing import End, RankTrace
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u202eabc\x1b[31m"
 VOID = {"meta", "link", "img", "br", "hr", "input"}
@@ -393,6 +394,16 @@ def test_what_is_missing_is_said_and_breaks_nothing(traces: list[RankTrace]) -> 
     assert ("7 events did not fit" in root.text) == (traces[0].dropped == 7)
     if len(traces) < traces[0].header.world_size:
         assert "No trace of ranks 0-2, 4 was read." in root.text
+
+
+def test_a_recording_that_was_cut_off_is_told_from_one_that_was_closed() -> None:
+    killed, closed = two_ranks()
+    closed = replace(closed, end=End(len(closed.events), 0, "closed"))
+
+    root = tree(killed, closed)
+
+    (notes,) = root.find("ul", class_="notes")
+    assert notes.text.strip() == "The recording of rank 0 was cut off; its end is missing."
 
 
 def test_eight_ranks_and_fifty_steps_stay_under_300_kb() -> None:

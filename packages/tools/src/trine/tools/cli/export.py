@@ -65,10 +65,13 @@ def _export(path: Path, form: str, out: Path, profiler: Path | None) -> None:
     if profiler is not None:
         require(profiler)
     with one_sentence_errors():
+        import torch
+
         from trine.tools import sources, tracing
         from trine.tools.tracing.merge import check_out
 
         given = [path] if profiler is None else [path, profiler]
+        torch.set_num_threads(1)  # sorting gains nothing from more
         files = [file for each in given for file in sources.source_files(each)]
         check_out(files, out, "timeline", "timeline.json")
         traces = sources.read(path)

@@ -29,10 +29,13 @@ def report(path: Path, out: Path, title: str | None) -> None:
     require(path)
     require_folder_of(out)
     with one_sentence_errors():
+        import torch
+
         from trine.tools.reports.html import write_report
         from trine.tools.sources import read, source_files
         from trine.tools.tracing.merge import check_out
 
+        torch.set_num_threads(1)  # sorting gains nothing from more
         check_out(source_files(path), out, "report", "report.html")
         write_report(read(path), out, title or path.resolve().name)
     click.echo(f"{out}: {out.stat().st_size / 1000:.0f} KB")

@@ -30,6 +30,7 @@ __all__ = ["memory"]
 _CLASSES: Final = {"optimizer": "optimizer-state", "replicated": "other"}
 _MOMENTS: Final = 60
 _MAX_RANKS: Final = 64
+_MAX_SHOWN: Final = 16  # of more, the table is folded
 _MAX_UNITS: Final = 200
 
 
@@ -138,4 +139,5 @@ def _peaks(use: MemoryUse) -> Table:
     caption = "What each rank held at its peak"
     if len(shown) < len(use.ranks):
         caption += f" (the {len(shown)} highest of {len(use.ranks)} ranks)"
-    return Table(caption, ["rank", "peak", *(KINDS[kind] for kind in kinds), "step", "where"], rows)
+    header = ["rank", "peak", *(KINDS[kind] for kind in kinds), "step", "where"]
+    return Table(caption, header, rows, folded=len(rows) > _MAX_SHOWN)

@@ -70,6 +70,8 @@ def _notes(traces: Sequence[RankTrace]) -> list[str]:
     if len(traces) < world_size:
         missing = set(range(world_size)) - {trace.header.rank for trace in traces}
         notes.append(f"No trace of {format_ranks(missing)} was read.")
+    if cut_off := [trace.header.rank for trace in traces if trace.end is None]:
+        notes.append(f"The recording of {format_ranks(cut_off)} was cut off; its end is missing.")
     if dropped := sum(trace.dropped for trace in traces):
         notes.append(f"{dropped} events did not fit the recorders; the earliest steps are missing.")
     return notes
