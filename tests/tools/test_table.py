@@ -54,13 +54,13 @@ slowest rank 0: 10.0 ms mean
 4% of the step is exposed communication, most of it reduce_scatter of blocks.0.
 sent 320 KiB per rank
 
-                                                             makes
-                                                            others
-rank     step  compute  exposed     wait   other  (hidden)    wait
-------------------------------------------------------------------
-0     10.0 ms  9.00 ms   400 us   100 us  500 us   2.70 ms    0 ns
-1     10.0 ms  9.10 ms   400 us     0 ns  500 us   2.70 ms  100 us
-mean  10.0 ms  9.05 ms   400 us  50.0 us  500 us   2.70 ms
+                                                            makes
+                                                           others
+rank     step  compute  exposed     wait   other   hidden    wait
+-----------------------------------------------------------------
+0     10.0 ms  9.00 ms   400 us   100 us  500 us  2.70 ms    0 ns
+1     10.0 ms  9.10 ms   400 us     0 ns  500 us  2.70 ms  100 us
+mean  10.0 ms  9.05 ms   400 us  50.0 us  500 us  2.70 ms
                  90.5%     4.0%     0.5%    5.0%
 
 communication by unit: per step, mean over ranks

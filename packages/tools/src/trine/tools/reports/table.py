@@ -15,6 +15,8 @@ __all__ = ["print_summary"]
 
 _FIRST_COLLECTIVES: Final = ("all_gather", "reduce_scatter")
 _MOST_RANKS: Final = 16
+_TITLES: Final = {"optimizer": "opti-\nmizer", "checkpoint": "check-\npoint"}
+_VISIBLE: Final = 0.0005  # of a step; a column of less would read 0.0%
 _WORTH_SAYING: Final = 0.01  # of a step: less time between steps is not mentioned
 
 
@@ -84,11 +86,16 @@ def _parts_table(summary: Summary) -> tuple[list[str], list[list[str]]]:
     if not summary.parts.total_ns:
         return [], []
     every = [summary.parts, *(rank.parts for rank in summary.by_rank)]
-    names = [name for name in PARTS if any(getattr(parts, f"{name}_ns") for parts in every)]
+    names = [
+        name
+        for name in PARTS
+        if any(getattr(parts, f"{name}_ns") > _VISIBLE * parts.total_ns for parts in every)
+    ]
     hidden = any(parts.hidden_ns for parts in every)
     waits = any(rank.causes_wait_ns for rank in summary.by_rank)
-    header = ["rank", "step" if summary.steps else "whole", *names]
-    header += ["(hidden)"] if hidden else []
+    header = ["rank", "step" if summary.steps else "whole"]
+    header += [_TITLES.get(name, name) for name in names]
+    header += ["hidden"] if hidden else []
     header += ["makes\nothers\nwait"] if waits else []
 
     def row(title: str, parts: Parts, causes_wait_ns: float | None) -> list[str]:
