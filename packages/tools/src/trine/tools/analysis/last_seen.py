@@ -55,6 +55,7 @@ class LastSeen:
 
     Attributes:
         rank: the rank.
+        host: its machine.
         file: how its recording ended; "cut off" if the process was killed, or still runs.
         at_ns: when its last event ended, by rank 0's clock; -1 if it has none.
         step: number of the step that event was in, -1 for none.
@@ -63,6 +64,7 @@ class LastSeen:
     """
 
     rank: int
+    host: str
     file: Literal["closed", "signal", "exit", "cut off"]
     at_ns: int
     step: int
@@ -86,6 +88,7 @@ def last_seen(trace: RankTrace, offset_ns: int) -> LastSeen:
     calls = (comm & (events.sequence >= 0)).nonzero().flatten()
     return LastSeen(
         rank=trace.header.rank,
+        host=trace.header.host,
         file=trace.end.reason if trace.end else "cut off",
         at_ns=int(events.end_ns[last]) + offset_ns if last >= 0 else -1,
         step=int(events.step[last]) if last >= 0 else -1,

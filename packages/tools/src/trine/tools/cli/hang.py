@@ -32,7 +32,8 @@ def hang(context: click.Context, path: Path, as_json: bool) -> None:
         traces, unreadable = read_leftovers(path)
         found = find_hang(traces, unreadable)
     if as_json:
-        click.echo(json.dumps({"format": "trine-hang", "version": 1, **asdict(found)}))
+        data = {"format": "trine-hang", "version": 1, "hangs": found.hangs}
+        click.echo(json.dumps({**data, **asdict(found)}))
     else:
         print_hang(found)
     context.exit(1 if found.hangs else 0)

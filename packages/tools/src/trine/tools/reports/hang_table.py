@@ -42,6 +42,8 @@ def _lines(hang: Hang) -> list[str]:
         lines += _stuck(stuck, hang)
     if not hang.stuck:
         lines += _nothing(hang)
+    elif len(hang.cut_off) == len(hang.ranks):
+        lines += ["", "If the job still runs, ask again: the same answer means that it hangs."]
     return lines
 
 
@@ -120,7 +122,8 @@ def _last_seen(seen: LastSeen, stuck: Stuck) -> list[str]:
     parts.append(f"last began {_last_call(seen.call)}" if seen.call else "began no collective")
     parts.append(_FILES[seen.file])
     step = f" in step {seen.step}" if seen.step >= 0 else ""
-    return [f"  rank {seen.rank}{step}", *(f"    {part}" for part in parts)]
+    host = f" on {printable(seen.host)}" if seen.host else ""
+    return [f"  rank {seen.rank}{host}{step}", *(f"    {part}" for part in parts)]
 
 
 def _last_call(call: LastCall) -> str:
