@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import resource
 import shutil
 import threading
 import time
@@ -332,3 +333,37 @@ def test_a_rank_outside_its_world_is_refused(tmp_path: Path, rank: int, world_si
 def test_a_recorder_that_may_keep_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="capacity is 0"):
         Recorder(tmp_path, rank=0, world_size=1, capacity=0)
+
+
+def test_a_process_with_thousands_of_files_is_recorded(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1_200:
+        pytest.skip("more than 1,024 files are needed, and the system allows fewer")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1_200), hard))
+    files = [os.dup(0) for _ in range(1_030)]  # so that the recorder's have larger numbers
+    try:
+        recorder = Recorder(tmp_path, rank=0, world_size=1)
+        recorder.record(event("x", 0))
+        wait_until(lambda: len(read_rank_file(recorder.path).events) == 1)
+        assert read_rank_file(recorder.close()).end is not None
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_fault_of_our_own_is_said_once_and_leaves_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path, rank=0, world_size=1)
+
+    def fail(reading: ClockReading) -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(recorder._file, "add_reading", fail)
+    recorder.add_reading(ClockReading(1, 2, 3))
+    recorder.close()
+
+    assert caplog.text.count("is not complete") == 1
+    assert "KeyError: 'a fault'" in caplog.text
+    assert len(read_rank_file(recorder.path).events) == 0

@@ -256,7 +256,9 @@ def _spin(connection: socket.socket, size: int, deadline: float) -> bytes:
             more = connection.recv(size - len(received))
         except BlockingIOError:
             if (tries := tries + 1) > _SPINS:
-                select.select([connection], [], [], max(0.0, deadline - monotonic()))
+                poll = select.poll()
+                poll.register(connection, select.POLLIN)
+                poll.poll(max(0.0, deadline - monotonic()) * 1000)
             continue
         received += more
         if len(received) == size or not more:

@@ -105,7 +105,7 @@ class Profile:
             )
             if rank == 0:
                 remove_other_worlds(self._directory, world_size)
-        except TraceFileError as error:
+        except (TraceFileError, RuntimeError) as error:  # no file, or no thread to be had
             _log.warning("%s Training goes on without it.", error)
             return self
         self._clock = exchange_clocks(self._directory, rank, world_size, self._recorder.add_reading)

@@ -26,7 +26,7 @@ from typing import Final
 
 from trine.tools.tracing.schema import Reason
 
-__all__ = ["CLOSE", "TERMINATE", "after_grace", "watch"]
+__all__ = ["CLOSE", "TERMINATE", "after_grace", "read_byte", "watch"]
 
 CLOSE: Final = b"\0"
 """What a recorder that is closed writes into its pipe."""
@@ -68,6 +68,14 @@ def watch(close: Close, forget: Callable[[], None], wake_to: int) -> Callable[[]
     return leave
 
 
+def read_byte(pipe: int, timeout_s: float) -> bytes:
+    """The next byte of a pipe, nothing if none comes in time."""
+    # Not select, which knows no files beyond the 1,024th.
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return os.read(pipe, 1) if poll.poll(timeout_s * 1000) else b""
+
+
 def after_grace(wake_from: int, finish: Close) -> None:
     """Called by a recorder's thread that was woken by the signal; see Note [Terminated].
 
@@ -75,8 +83,7 @@ def after_grace(wake_from: int, finish: Close) -> None:
     """
     deadline = monotonic() + _GRACE_S
     while (left := deadline - monotonic()) > 0:
-        ready, _, _ = select.select([wake_from], [], [], left)
-        if ready and os.read(wake_from, 1) == CLOSE:
+        if read_byte(wake_from, left) == CLOSE:
             return
     if signal.getsignal(signal.SIGTERM) is not _on_terminate:
         return

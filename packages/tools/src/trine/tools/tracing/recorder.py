@@ -6,8 +6,8 @@ the interpreter with the training, which should never have to wait long for it.
 
 Note [Events die young]: the collector of Python's cycles looks through objects that live on
 and, after enough of them, through all of torch's: 100 ms for each 100,000 events that wait in
-memory. So the thread comes every 20 ms while there are events. Most are gone before the
-collector has seen them, which costs less than any one look at them.
+memory. So the thread comes whenever some 300 have come together, 50 times a second at most.
+Most are gone before the collector has seen them, which costs less than any one look at them.
 
 Note [What is left of a recording]: the file grows as training goes on, so however a process
 ends, what was recorded up to a moment before is in its file. Closing adds the last moment
@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
@@ -42,8 +41,9 @@ DEFAULT_CAPACITY: Final = 200_000
 DEFAULT_MAX_BYTES: Final = 512 << 20
 
 _MIN_BYTES: Final = 64 << 10
-_FLUSH_S: Final = 0.02  # see Note [Events die young]
-_IDLE_S: Final = 0.25
+_AT_A_TIME: Final = 300  # see Note [Events die young]
+_OFTEN_S: Final = 0.02
+_RARE_S: Final = 0.25
 _CHUNK: Final = 512  # events formatted before the training gets its turn: 0.5 ms
 _PAUSE_S: Final = 0.001
 # A disk that hangs must not keep a process from ending, least of all one that was told to.
@@ -112,6 +112,8 @@ class Recorder:
             raise ValueError(f"max_bytes is {max_bytes}; the least is {_MIN_BYTES}.")
         self.path = Path(directory) / rank_file_name(rank)
         try:
+            # A pipe, since a signal handler may write to it whatever it interrupted.
+            self._wake_from, self._wake_to = os.pipe()
             self._file = GrowingFile(self.path, make_header(rank, world_size), max_bytes)
         except OSError as error:
             raise TraceFileError(
@@ -130,8 +132,6 @@ class Recorder:
         self._taken = 0
         self._lost = 0
         self._reason: Reason | None = None
-        # A pipe, since a signal handler may write to it whatever it interrupted.
-        self._wake_from, self._wake_to = os.pipe()
         os.set_blocking(self._wake_to, False)
         self._thread = threading.Thread(target=self._run, name="trine recorder", daemon=True)
         self._thread.start()
@@ -174,10 +174,12 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            sleep_s = _FLUSH_S
+            sleep_s = _RARE_S
             while self._reason is None:
                 woken_by = self._sleep(sleep_s)
-                sleep_s = _FLUSH_S if self._events else min(2 * sleep_s, _IDLE_S)
+                # So long that as many as are wanted at a time would have come.
+                sleep_s *= _AT_A_TIME / max(1, len(self._events))
+                sleep_s = max(_OFTEN_S, min(sleep_s, _RARE_S))
                 self._drain()
                 if woken_by == exits.TERMINATE:
                     exits.after_grace(self._wake_from, self._finish)
@@ -185,12 +187,13 @@ class Recorder:
             self._finish(self._reason)
         except OSError as error:
             self._give_up(error.strerror or str(error))
+        except Exception as error:  # ours to mend, and no reason to disturb the training
+            self._give_up(f"{type(error).__name__}: {error}")
         finally:
             self._file.close()
 
     def _sleep(self, seconds: float) -> bytes:
-        ready, _, _ = select.select([self._wake_from], [], [], seconds)
-        return os.read(self._wake_from, 1) if ready else b""
+        return exits.read_byte(self._wake_from, seconds)
 
     def _wake(self) -> None:
         with suppress(BlockingIOError):  # it is full of reasons to wake up
