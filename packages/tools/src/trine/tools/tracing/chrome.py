@@ -24,7 +24,9 @@ from typing import Final
 from trine.core.tracing import TraceEvent
 from trine.tools.errors import TraceFileError
 from trine.tools.text import printable
+from trine.tools.tracing.aligned import aligned_events, clock_words
 from trine.tools.tracing.clock import align
+from trine.tools.tracing.events import Events
 from trine.tools.tracing.lanes import lanes_of
 from trine.tools.tracing.reader import RankTrace
 from trine.tools.tracing.write import written_beside
@@ -70,40 +72,28 @@ def write_timeline(traces: Sequence[RankTrace], out: Path) -> None:
 
 def _timeline(traces: Sequence[RankTrace]) -> Iterator[Json]:
     alignment = align(traces)
-    origin_ns = min(
-        (
-            int(trace.events.start_ns.min()) + alignment.offset_ns[trace.header.rank]
-            for trace in traces
-            if len(trace.events)
-        ),
-        default=0,
-    )
     # Metadata of all ranks first: order of appearance is order on the screen.
     for trace in traces:
         rank = trace.header.rank
-        label = f"{trace.header.host}, pid {trace.header.pid}"
-        if alignment.clocks > 1:
-            label += ", clock aligned by wall clock"
+        about = trace.header.host, f"pid {trace.header.pid}", clock_words(alignment, rank)
+        label = ", ".join(filter(None, about))
         # Perfetto shows a process as its name and number: "rank 0".
         yield _metadata("process_name", rank, name="rank")
         yield _metadata("process_labels", rank, labels=label)
         yield _metadata("process_sort_index", rank, sort_index=rank)
     # Above all ranks, which number the processes and their first threads.
     tids = count(max((trace.header.world_size for trace in traces), default=0))
-    for trace, padding in zip(traces, _padding(traces), strict=True):
-        shift_ns = alignment.offset_ns[trace.header.rank] - origin_ns + _FIRST_EVENT_NS
-        yield from _rank_timeline(trace, shift_ns, padding, tids)
+    each = aligned_events(traces, alignment, _FIRST_EVENT_NS)
+    for (trace, events), padding in zip(each, _padding(traces), strict=True):
+        yield from _rank_timeline(trace.header.rank, events, padding, tids)
 
 
-def _rank_timeline(
-    trace: RankTrace, shift_ns: int, padding: int, tids: Iterator[int]
-) -> Iterator[Json]:
-    rank, events = trace.header.rank, trace.events
+def _rank_timeline(rank: int, events: Events, padding: int, tids: Iterator[int]) -> Iterator[Json]:
     for index, lane in enumerate(lanes_of(events)):
         tid = next(tids) if index else rank
         yield from _thread_metadata(lane.label, rank, tid)
         for event in events.where(lane.places):
-            yield _slice(event, rank, tid, shift_ns)
+            yield _slice(event, rank, tid)
     # JSON has no word for NaN and infinity, and a curve has no place for them.
     for event in events.where(events.is_kind("counter") & events.value.isfinite()):
         yield {
@@ -111,7 +101,7 @@ def _rank_timeline(
             "name": _label(event),
             "cat": event.category,
             "pid": rank,
-            "ts": (event.start_ns + shift_ns) / 1000,
+            "ts": event.start_ns / 1000,
             "args": {"value": event.value},
         }
     if padding:
@@ -140,7 +130,7 @@ def _padding(traces: Sequence[RankTrace]) -> list[int]:
     return paddings[::-1]
 
 
-def _slice(event: TraceEvent, pid: int, tid: int, shift_ns: int) -> Json:
+def _slice(event: TraceEvent, pid: int, tid: int) -> Json:
     args: Json = {**(event.args or {}), "step": event.step}
     if event.unit:
         args["unit"] = event.unit
@@ -152,7 +142,7 @@ def _slice(event: TraceEvent, pid: int, tid: int, shift_ns: int) -> Json:
         "cat": event.category,
         "pid": pid,
         "tid": tid,
-        "ts": (event.start_ns + shift_ns) / 1000,
+        "ts": event.start_ns / 1000,
     }
     if event.kind != "instant":
         shape["dur"] = (event.end_ns - event.start_ns) / 1000

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trine.tools.errors import TraceFileError
 from trine.tools.text import printable
+from trine.tools.tracing.aligned import aligned_events, clock_words
 from trine.tools.tracing.clock import align
 from trine.tools.tracing.events import Events
 from trine.tools.tracing.lanes import lanes_of
@@ -82,45 +83,38 @@ def write_perfetto(traces: Sequence[RankTrace], out: Path) -> None:
 
 def _packets(traces: Sequence[RankTrace]) -> Iterator[bytes]:
     alignment = align(traces)
-    offsets = alignment.offset_ns
-    origin_ns = min(
-        (
-            int(trace.events.start_ns.min()) + offsets[trace.header.rank]
-            for trace in traces
-            if len(trace.events)
-        ),
-        default=0,
-    )
     uuids = count(_ROOT)
     yield _track(next(uuids), None, 0, "Ranks", description=alignment.note)
     groups: dict[str, int] = {}  # shared by the ranks, so that flows have the same number
-    for trace in traces:
-        rank = trace.header.rank
-        yield from _Rank(trace, offsets[rank] - origin_ns, uuids, groups).packets()
+    for trace, events in aligned_events(traces, alignment):
+        about = (
+            trace.header.host,
+            f"pid {trace.header.pid}",
+            clock_words(alignment, trace.header.rank),
+        )
+        yield from _Rank(trace.header.rank, events, uuids, groups).packets(about)
 
 
 class _Rank:
     """The packets of one rank: one sequence, with strings interned for it."""
 
     def __init__(
-        self, trace: RankTrace, shift_ns: int, uuids: Iterator[int], groups: dict[str, int]
+        self, rank: int, events: Events, uuids: Iterator[int], groups: dict[str, int]
     ) -> None:
-        self._trace = trace
-        self._events = trace.events
-        self._shift_ns = shift_ns
+        self._rank = rank
+        self._events = events
         self._uuids = uuids
         self._groups = groups
-        self._common = integer(_SEQUENCE, trace.header.rank + 1) + integer(_FLAGS, _NEEDED)
+        self._common = integer(_SEQUENCE, rank + 1) + integer(_FLAGS, _NEEDED)
         self._interned: dict[tuple[int, str], int] = {}
         self._new: list[bytes] = []
         self._labels: dict[tuple[int, ...], tuple[bytes, int]] = {}
         self._numbers: dict[tuple[str, int], bytes] = {}
 
-    def packets(self) -> Iterator[bytes]:
-        header = self._trace.header
-        own, about = next(self._uuids), f"{header.host}, pid {header.pid}"
-        yield _track(own, _ROOT, header.rank, f"rank {header.rank}", description=about)
-        yield _packet(integer(_SEQUENCE, header.rank + 1) + integer(_FLAGS, _CLEARED))
+    def packets(self, about: Sequence[str]) -> Iterator[bytes]:
+        own, words = next(self._uuids), ", ".join(filter(None, about))
+        yield _track(own, _ROOT, self._rank, f"rank {self._rank}", description=words)
+        yield _packet(integer(_SEQUENCE, self._rank + 1) + integer(_FLAGS, _CLEARED))
         order = count()
         for index, lane in enumerate(lanes_of(self._events)):
             uuid = own
@@ -154,7 +148,6 @@ class _Rank:
             rows = zip(part.tolist(), labels, *lists[len(_LABEL) :], strict=True)
             packets: list[bytes] = []
             for place, label, start, end, step, sequence, nbytes, args in rows:
-                start += self._shift_ns
                 while open_ and open_[-1] <= start:
                     packets.append(_at(open_.pop(), end_rest))
                 fixed, flows = self._labels.get(label) or self._label(label)
@@ -176,7 +169,7 @@ class _Rank:
                     _at(start, self._common + _EVENT_TAG + varint(len(content)) + content)
                 )
                 if label[0] != _INSTANT_KIND:
-                    open_.append(end + self._shift_ns)
+                    open_.append(end)
             yield b"".join(packets)
         while open_:
             yield _at(open_.pop(), end_rest)
@@ -184,7 +177,7 @@ class _Rank:
     def _curve(self, uuid: int, places: Tensor) -> Iterator[bytes]:
         start = integer(_TYPE, _COUNT) + integer(_TRACK, uuid)
         for part in torch.split(places, _PART):
-            times = (self._events.start_ns[part] + self._shift_ns).tolist()
+            times = self._events.start_ns[part].tolist()
             for at, value in zip(times, self._events.value[part].tolist(), strict=True):
                 yield _at(at, self._common + message(_TRACK_EVENT, start + double(_VALUE, value)))
 
