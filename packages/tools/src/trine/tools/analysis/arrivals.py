@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trine.tools.analysis.breakdown import Look, break_down
+from trine.tools.analysis.breakdown import Look, break_down_looks
 from trine.tools.analysis.collectives import Collectives, on_one_axis
 from trine.tools.tracing.matching import match
 
@@ -42,7 +42,7 @@ def arrivals(looks: Sequence[Look]) -> Arrivals:
     Args:
         looks: what was kept of each recording.
     """
-    run = break_down(looks)
+    run = break_down_looks(looks)
     axis = on_one_axis(match([look.calls for look in looks]), run.alignment)
     skew_ns, late_ns = _apart(axis)
     return Arrivals(

@@ -1,13 +1,13 @@
 """Where the time of steps went: see docs/explanation/exposed-communication.md.
 
 In two passes, because whether a rank waited for others is known once all are read, and all
-do not fit into memory. `look_at` keeps of a recording what it takes; `break_down` then
+do not fit into memory. `look_at` keeps of a recording what it takes; `break_down_looks` then
 divides the time of every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,17 @@ from trine.tools.tracing.matching import Calls, calls_of, match
 from trine.tools.tracing.reader import RankTrace
 from trine.tools.tracing.schema import ClockReading, End, Header
 
-__all__ = ["PARTS", "Breakdown", "Look", "RankBreakdown", "RunBreakdown", "break_down", "look_at"]
+__all__ = [
+    "PARTS",
+    "Breakdown",
+    "Look",
+    "RankBreakdown",
+    "RunBreakdown",
+    "break_down",
+    "break_down_looks",
+    "look_at",
+    "looks_at",
+]
 
 PARTS = ("compute", "exposed", "wait", "data", "optimizer", "checkpoint", "other")
 """What the time of a step is divided into, with nothing left and nothing counted twice."""
@@ -103,7 +113,7 @@ class RunBreakdown:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What is kept of one rank's recording.
+    """What is kept of one rank's recording until all are read.
 
     Attributes:
         header: of the recording.
@@ -132,13 +142,18 @@ class Look:
     parts_ns: dict[str, Tensor]
 
 
-def break_down(looks: Iterable[Look | RankTrace]) -> RunBreakdown:
+def break_down(traces: Iterable[RankTrace]) -> RunBreakdown:
     """Divide the time of every step of every rank.
 
     Args:
-        looks: what was kept of each recording, or the recordings, in the order of ranks.
+        traces: the recordings of a run, in the order of ranks. Each is done with before the
+            next is asked for, so they need not all be in memory.
     """
-    every = [look_at(each) if isinstance(each, RankTrace) else each for each in looks]
+    return break_down_looks(looks_at(traces))
+
+
+def break_down_looks(every: Sequence[Look]) -> RunBreakdown:
+    """The same from what was kept of the recordings."""
     matched = match([look.calls for look in every])
     alignment = align_clocks(
         [look.header for look in every],
@@ -149,8 +164,17 @@ def break_down(looks: Iterable[Look | RankTrace]) -> RunBreakdown:
     return RunBreakdown(alignment, [_rank_breakdown(look, axis) for look in every])
 
 
+def looks_at(traces: Iterable[RankTrace]) -> list[Look]:
+    """Keep of each recording what `break_down_looks` needs, and let go of it."""
+    looks: list[Look] = []
+    for trace in traces:
+        looks.append(look_at(trace))
+        del trace  # before the next one is read
+    return looks
+
+
 def look_at(trace: RankTrace) -> Look:
-    """Keep of a recording what `break_down` needs."""
+    """Keep of a recording what `break_down_looks` needs."""
     events = trace.events
     steps = steps_of(trace)
     edges = [edge for step in steps for edge in (step.start_ns, step.end_ns)]

@@ -11,8 +11,8 @@ from trine.tools.analysis.breakdown import (
     Breakdown,
     Look,
     RankBreakdown,
-    break_down,
-    look_at,
+    break_down_looks,
+    looks_at,
 )
 from trine.tools.analysis.dominant import Waits, dominant
 from trine.tools.analysis.measured import Measured, measure
@@ -198,17 +198,12 @@ def summarize(traces: Iterable[RankTrace]) -> Summary:
         traces: at least one. Each is done with before the next is asked for, so they need
             not all be in memory.
     """
-    looks: list[Look] = []
-    # A loop that lets go of each recording before it asks for the next.
-    for trace in traces:
-        looks.append(look_at(trace))
-        del trace
-    return summarize_looks(sorted(looks, key=lambda look: look.header.rank))
+    return summarize_looks(sorted(looks_at(traces), key=lambda look: look.header.rank))
 
 
 def summarize_looks(looks: Sequence[Look]) -> Summary:
     """Sum up what was kept of the recordings of a run, at least one."""
-    run = break_down(looks)
+    run = break_down_looks(looks)
     with_steps = [rank for rank in run.ranks if rank.has_steps]
     # Where some ranks have steps, those that do not would only distort the means.
     counted = with_steps or run.ranks

@@ -72,7 +72,7 @@ class Alignment:
 
     @property
     def drift(self) -> dict[int, float]:
-        """Rank to how much slower than the common one its clock runs: 5e-5 is 50 ppm."""
+        """Rank to how much slower than the common one its clock runs; 5e-5 is 50 ppm."""
         return {rank: clock.line.slope for rank, clock in self.by_rank.items()}
 
     @overload
