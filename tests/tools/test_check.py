@@ -144,6 +144,14 @@ def test_the_json_says_what_was_checked(tmp_path: Path, baseline: Path) -> None:
     assert [each["name"] for each in data["checked"] if each["outcome"] == "worse"] == ["sent"]
 
 
+def test_what_the_summary_command_writes_is_a_baseline(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", train())
+    summary = CliRunner().invoke(main, ["trace", "summary", str(folder), "--json"])
+    (tmp_path / "baseline.json").write_text(summary.stdout)
+
+    assert trine(folder, "--baseline", tmp_path / "baseline.json").exit_code == 0
+
+
 def test_a_recording_can_be_the_baseline(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", train())
 

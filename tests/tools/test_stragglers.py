@@ -313,6 +313,7 @@ def test_many_ranks_are_summed_up_below_the_latest() -> None:
 
     lines = out.getvalue().splitlines()
     assert lines[0] == "40 ranks, 10 steps of 670 us"
+    assert lines[1] == "ranks are late by -2.00 us (min), 0 ns (median), 118 us (max) a step"
     assert [line.split()[0] for line in lines[-11:-9]] == ["17", "4"]
     assert lines[-1].startswith("30 more")
 

@@ -71,6 +71,13 @@ def _heading(found: Stragglers) -> list[str]:
     lines = [ranks]
     if found.steps:
         lines[0] += f", {found.steps} steps of {format_ns(found.step_ns)}"
+    if len(found.ranks) > 2:
+        late = [rank.median_ns for rank in found.ranks]  # the latest first
+        middle = format_ns(late[len(late) // 2])
+        lines.append(
+            f"ranks are late by {format_ns(late[-1])} (min), {middle} (median), "
+            f"{format_ns(late[0])} (max) a step"
+        )
     if found.left_out:
         lines.append(f"left out, since they recorded no step: {format_ranks(found.left_out)}")
     skew = found.skew
