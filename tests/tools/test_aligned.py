@@ -50,3 +50,18 @@ def test_the_recording_itself_is_not_changed() -> None:
     list(aligned_events([trace], align([trace])))
 
     assert trace.events.start_ns.tolist() == [70 * US]
+
+
+def test_times_that_no_clock_shows_break_nothing() -> None:
+    latest = 2**63 - 1
+    late = event("x", 5)
+    late.start_ns = late.end_ns = latest
+    rank_0 = rank_trace(late, rank=0, world_size=2, perf_counter_ns=latest)
+    rank_1 = rank_trace(
+        late, event("y", 0), rank=1, world_size=2, clock="clock of host-b", unix_ns=latest
+    )
+
+    made = starts_us(rank_0, rank_1)
+
+    assert min(min(starts) for starts in made) == 0.0
+    assert made[1] == sorted(made[1], reverse=True)

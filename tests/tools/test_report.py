@@ -396,6 +396,22 @@ def test_what_is_missing_is_said_and_breaks_nothing(traces: list[RankTrace]) -> 
         assert "No trace of ranks 0-2, 4 was read." in root.text
 
 
+def test_times_that_no_clock_shows_give_a_page_all_the_same() -> None:
+    latest = 2**63 - 1
+    made = [
+        step(0, 5),
+        event("forward", 0, category="compute"),
+        event("memory.sharded", 1, kind="counter", category="mem", value=1e308),
+    ]
+    for one in made:
+        one.end_ns = latest
+    made[-1].start_ns = latest
+    rank_0 = rank_trace(*made, rank=0, world_size=2, perf_counter_ns=latest)
+    rank_1 = rank_trace(*made, rank=1, world_size=2, clock="clock of host-b", unix_ns=latest)
+
+    assert len(tree(rank_0, rank_1).find("section")) == 5
+
+
 def test_a_recording_that_was_cut_off_is_told_from_one_that_was_closed() -> None:
     killed, closed = two_ranks()
     closed = replace(closed, end=End(len(closed.events), 0, "closed"))

@@ -20,6 +20,7 @@ __all__ = ["MAX_SLOPE", "Line", "between"]
 MAX_SLOPE: Final = 1e-3  # quartz is good to 1e-4, and time daemons slew by 5e-4
 """How differently two clocks run at most."""
 
+_FAR: Final = (1 << 62) - 1  # 146 years; sums of two such times fit
 _GOLDEN: Final = (sqrt(5) - 1) / 2
 _ROUNDS: Final = 60  # narrow the slopes to 1e-15
 _BINS: Final = 4096
@@ -28,6 +29,9 @@ _BINS: Final = 4096
 @dataclass(frozen=True)
 class Line:
     """What is added to times, as it changes with time.
+
+    Times that no clock shows, which only a damaged or hostile file has, become the nearest
+    that can be reckoned with.
 
     Attributes:
         first_ns: a time.
@@ -45,8 +49,9 @@ class Line:
     def add_to(self, times_ns: Tensor) -> Tensor: ...
     def add_to(self, times_ns: int | Tensor) -> int | Tensor:
         """The times with it; exact where the slope is 0."""
-        moved = times_ns + self.at_first_ns
-        return moved if not self.slope else moved + _share(times_ns - self.first_ns, self.slope)
+        times_ns = _within(times_ns, _FAR)
+        moved = times_ns + self._offset_ns
+        return moved if not self.slope else moved + _share(times_ns - self._since_ns, self.slope)
 
     @overload
     def take_from(self, times_ns: int) -> int: ...
@@ -54,10 +59,28 @@ class Line:
     def take_from(self, times_ns: Tensor) -> Tensor: ...
     def take_from(self, times_ns: int | Tensor) -> int | Tensor:
         """The times without it: undoes `add_to`, to the nanosecond."""
-        moved = times_ns - self.at_first_ns
+        moved = _within(times_ns, _FAR) - self._offset_ns
         if not self.slope:
             return moved
-        return moved - _share(moved - self.first_ns, self.slope / (1 + self.slope))
+        return moved - _share(moved - self._since_ns, self.slope / (1 + self.slope))
+
+    @property
+    def _offset_ns(self) -> int:
+        return _within(self.at_first_ns, _FAR // 2)
+
+    @property
+    def _since_ns(self) -> int:
+        return _within(self.first_ns, _FAR // 2)
+
+
+@overload
+def _within(times_ns: int, most_ns: int) -> int: ...
+@overload
+def _within(times_ns: Tensor, most_ns: int) -> Tensor: ...
+def _within(times_ns: int | Tensor, most_ns: int) -> int | Tensor:
+    if isinstance(times_ns, Tensor):
+        return times_ns.clamp(-most_ns, most_ns)
+    return max(-most_ns, min(times_ns, most_ns))
 
 
 @overload

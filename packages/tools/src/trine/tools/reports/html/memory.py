@@ -74,7 +74,7 @@ def _moments(events: Events) -> list[Bar]:
     by_kind = torch.stack([torch.where(own, change, 0.0).cumsum(0) for own in of_kind])
     first = int(at_ns.min())
     length = max(int(at_ns.max()) - first, 1)
-    stretch = (at_ns - first) * (_MOMENTS - 1) // length
+    stretch = ((at_ns - first).double() * (_MOMENTS - 1) / length).long()
     drawn = []
     for place in range(_MOMENTS):
         own = (stretch == place).nonzero().flatten()

@@ -27,6 +27,7 @@ _MAX_DEPTH: Final = 6
 _MAX_BESIDE: Final = 4
 _ASYNC: Final = KINDS.index("async")
 _PIXELS: Final = 2000  # as wide as the picture is on a good screen, before it is enlarged
+_LATEST_NS: Final = (1 << 63) - 1  # later is no time; a hostile file may say it
 _MAX_MARKS: Final = 800
 
 
@@ -95,7 +96,7 @@ def step_timeline(
     windows = {}
     for trace in shown:
         first_ns = alignment.to_rank(trace.header.rank, begin)
-        windows[trace.header.rank] = first_ns, first_ns + end - begin
+        windows[trace.header.rank] = first_ns, min(first_ns + end - begin, _LATEST_NS)
     least_ns = _least_ns([(trace.events, windows[trace.header.rank]) for trace in shown])
     labels: dict[str, int] = {}
     ranks: dict[int, list[Lane]] = {}
