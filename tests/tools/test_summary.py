@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.tools.events import US, comm, event, rank_trace, step
 from tests.tools.jobs import done, through
 from trine.core.tracing import TraceEvent
 from trine.tools.analysis.summary import Summary, summarize
-from trine.tools.reports import CollectiveSummary
+from trine.tools.reports import CollectiveSummary, print_summary
 from trine.tools.tracing import RankTrace
-from trine.tools.tracing.schema import End
+from trine.tools.tracing.schema import ClockReading, End
 
 
 def blocked(op: str, unit: str, start_us: int, end_us: int) -> TraceEvent:
@@ -275,3 +279,45 @@ def test_names_in_the_sentence_cannot_steer_a_terminal() -> None:
 
     assert r"a\x1b[2J" in said
     assert "\x1b" not in said
+
+
+_LATEST = (1 << 63) - 1
+times = st.one_of(st.integers(0, 100), st.integers(0, _LATEST), st.sampled_from([0, _LATEST]))
+
+
+@st.composite
+def hostile_traces(draw: st.DrawFn) -> list[RankTrace]:
+    """Recordings whose numbers are allowed by the format and make no sense."""
+    traces = []
+    for rank in range(draw(st.integers(1, 3))):
+        events = []
+        for number in range(draw(st.integers(0, 6))):
+            kind = draw(st.sampled_from(["step", "wait", "async"]))
+            made = step(0, 0) if kind == "step" else done(number % 3, 0, 0)[kind == "async"]
+            made.start_ns, made.end_ns = sorted((draw(times), draw(times)))
+            made.nbytes = draw(times)
+            made.step = draw(st.integers(-_LATEST, _LATEST))
+            if made.args:
+                made.args = {**made.args, "enqueue_ns": draw(times)}
+            events.append(made)
+        made_trace = rank_trace(
+            *events,
+            rank=rank,
+            world_size=3,
+            clock=draw(st.sampled_from("ab")),
+            perf_counter_ns=draw(times),
+            unix_ns=draw(times),
+        )
+        offsets = st.integers(-_LATEST, _LATEST)
+        reading = st.builds(ClockReading, times, offsets, times)
+        readings = tuple(draw(st.lists(reading, max_size=2)))
+        traces.append(replace(made_trace, readings=readings))
+    return traces
+
+
+@given(hostile_traces())
+def test_any_numbers_that_a_file_may_hold_have_a_summary(traces: list[RankTrace]) -> None:
+    summary = summarize(traces)
+
+    assert json.loads(json.dumps(asdict(summary), allow_nan=False))
+    print_summary(summary, io.StringIO())
