@@ -40,10 +40,8 @@ def browser() -> Iterator[Browser]:
     )
     if program is None:
         pytest.skip("no Chromium: put one on PATH, or name it in TRINE_CHROMIUM")
-    # Its sandbox refuses to start as root, as in containers.
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as running:
-        launched = running.chromium.launch(executable_path=program or None, args=arguments)
+        launched = running.chromium.launch(executable_path=program or None)
         yield launched
         launched.close()
 

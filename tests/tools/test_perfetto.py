@@ -191,8 +191,9 @@ def test_a_collective_has_one_flow_on_all_ranks_and_each_its_own(tmp_path: Path)
 
 
 def test_attributes_become_arguments_with_their_types(tmp_path: Path) -> None:
-    first = collective("a", 0, 9, 7)
+    first = collective("a", 1, 9, 7)
     first.step, first.nbytes = 3, 4096
+    first.args = {**(first.args or {}), "stream": "gather", "enqueue_ns": -500 + first.start_ns}
     mark = event("mark", 10, kind="instant", category="io")
     mark.args = {"flag": True, "count": -2, "part": 0.5, "path": "run/step-1", "none": None}
 
@@ -209,6 +210,8 @@ def test_attributes_become_arguments_with_their_types(tmp_path: Path) -> None:
         "group": "world",
         "seq": 7,
         "op": "all_gather",
+        "stream": "gather",
+        "queued_ns": 500,
         "note": "[1, 2]",
     }
     assert (instant["type"], instant["category"]) == (INSTANT, "io")

@@ -55,8 +55,18 @@ _CATEGORIES, _NAMES, _ANNOTATION_NAMES = 1, 2, 3
 _ROOT: Final = 1
 _PART: Final = 1 << 15
 _MAX_KNOWN: Final = 1 << 12
-_LABEL: Final = ("kind", "name", "category", "unit", "group", "operation", "dtype", "backend")
-_FURTHER: Final = ("start_ns", "end_ns", "step", "sequence", "nbytes", "args")
+_LABEL: Final = (
+    "kind",
+    "name",
+    "category",
+    "unit",
+    "group",
+    "operation",
+    "dtype",
+    "backend",
+    "stream",
+)
+_FURTHER: Final = ("start_ns", "end_ns", "enqueue_ns", "step", "sequence", "nbytes", "args")
 _INSTANT_KIND, _ASYNC_KIND = KINDS.index("instant"), KINDS.index("async")
 _MAX_SEQUENCE: Final = (1 << 40) - 1
 
@@ -147,7 +157,7 @@ class _Rank:
             labels = zip(*lists[: len(_LABEL)], strict=True)
             rows = zip(part.tolist(), labels, *lists[len(_LABEL) :], strict=True)
             packets: list[bytes] = []
-            for place, label, start, end, step, sequence, nbytes, args in rows:
+            for place, label, start, end, enqueued, step, sequence, nbytes, args in rows:
                 while open_ and open_[-1] <= start:
                     packets.append(_at(open_.pop(), end_rest))
                 fixed, flows = self._labels.get(label) or self._label(label)
@@ -160,6 +170,8 @@ class _Rank:
                     content += self._number("seq", sequence)
                     if flows:
                         content += fixed64(_FLOW, flows | sequence & _MAX_SEQUENCE)
+                if enqueued < start:
+                    content += self._annotation("queued_ns", integer(4, start - enqueued))
                 if args >= 0:
                     content += self._attributes(place)
                 if self._new:
@@ -184,7 +196,7 @@ class _Rank:
     def _label(self, label: tuple[int, ...]) -> tuple[bytes, int]:
         """What events of a label have in common, and their flows' high bits, 0 for no flows."""
         texts = self._events.texts
-        kind, name, category, unit, group, operation, dtype, backend = label
+        kind, name, category, unit, group, operation, dtype, backend, stream = label
         shown = f"{texts[name]} {texts[unit]}" if unit else texts[name]
         content = integer(_TYPE, _INSTANT if kind == _INSTANT_KIND else _BEGIN)
         content += integer(_NAME_IID, self._iid(_NAMES, shown))
@@ -196,6 +208,7 @@ class _Rank:
             ("op", operation),
             ("dtype", dtype),
             ("backend", backend),
+            ("stream", stream),
         ):
             if place:
                 content += self._annotation(key, text(6, texts[place]))
