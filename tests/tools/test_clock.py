@@ -228,6 +228,15 @@ def test_of_a_machine_the_rank_that_read_best_speaks_for_all() -> None:
     assert alignment.offset_ns == {0: 0, 1: FAR + 20, 2: FAR + 20}
 
 
+def test_one_machine_alone_is_its_own_axis_whatever_it_read_of_another() -> None:
+    (_, alone) = run([Machine("a"), Machine("b", FAR)])
+
+    alignment = align([with_readings(alone, ClockReading(0, FAR, 4_000))])
+
+    assert alignment.offset_ns == {1: 0}
+    assert alignment.error_ns == {1: 0}
+
+
 def test_readings_taken_by_ranks_of_one_machine_move_nothing() -> None:
     traces = run([Machine("a"), Machine("a")])
 

@@ -144,7 +144,7 @@ def align_clocks(
         ranks.setdefault(header.clock, []).append(header.rank)
     found: dict[str, Clock] = {}
     for clock, own in ranks.items():
-        if 0 in own:
+        if 0 in own or len(ranks) == 1:  # alone, it is the axis
             found[clock] = Clock("same", Line(), 0)
         elif line := _by_readings([readings.get(rank, ()) for rank in own]):
             found[clock] = line
