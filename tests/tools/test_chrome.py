@@ -217,6 +217,21 @@ def test_counters_that_json_cannot_write_are_left_out(tmp_path: Path) -> None:
     assert [e["args"] for e in made["traceEvents"] if e["ph"] == "C"] == [{"value": 2.5}]
 
 
+def test_fields_of_an_event_count_more_than_attributes_of_the_same_name(tmp_path: Path) -> None:
+    claims = {"step": 99, "unit": "other", "nbytes": 7, "more": [1]}
+    trace = rank_trace(
+        event("x", 0, 1, unit="a", nbytes=5, args=claims, step=3), event("y", 2, 3, args=claims)
+    )
+
+    made = lanes(timeline(tmp_path, trace))["main"]
+
+    assert [slice_["args"] for slice_ in made] == [
+        {"step": 3, "unit": "a", "nbytes": 5, "more": [1]},
+        {"step": 0, "unit": "other", "nbytes": 7, "more": [1]},
+    ]
+    assert (tmp_path / "timeline.json").read_text().count('"unit"') == 2
+
+
 def test_names_of_any_characters_give_a_valid_file(tmp_path: Path) -> None:
     name = '"\\\n\x00\ud800</script>\u202e'
 
