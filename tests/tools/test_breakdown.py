@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from tests.tools.jobs import begin, done, through, wait
 from trine.core.tracing import TraceEvent
 from trine.tools.analysis.breakdown import PARTS, Breakdown, RankBreakdown, break_down
 from trine.tools.tracing import RankTrace
+from trine.tools.tracing.schema import ClockReading
 
 OTHER_THREAD = 7002
 
@@ -84,6 +86,43 @@ def test_until_the_last_rank_comes_others_wait_and_nothing_is_under_way() -> Non
     assert late.waited_for_ns == {}
     (unit,) = early.by_unit.totals()
     assert (unit.in_flight_ns, unit.wait_ns) == (10 * US, 30 * US)
+
+
+@pytest.mark.parametrize("rank_with_other_clock", [0, 1])
+def test_waiting_is_told_across_two_clocks(rank_with_other_clock: int) -> None:
+    apart_us = 7_000_000
+
+    def recording(rank: int, arrives_us: int) -> RankTrace:
+        shift = apart_us if rank == rank_with_other_clock else 0
+        trace = rank_trace(
+            *done(1, arrives_us + shift, 60 + shift),
+            step(shift, 100 + shift),
+            rank=rank,
+            world_size=2,
+            clock=f"clock {shift}",
+        )
+        # Readings are of rank 0's clock.
+        offset_us = apart_us if rank_with_other_clock == 0 else -apart_us
+        readings = (ClockReading(0, offset_us * US, 0),) if rank else ()
+        return replace(trace, readings=readings)
+
+    early, late = break_down([recording(0, 20), recording(1, 50)]).ranks
+
+    assert parts_us(early.steps[0]) == {"wait": 30, "exposed": 10, "other": 60}
+    assert parts_us(late.steps[0]) == {"exposed": 10, "other": 90}
+
+
+def test_waits_nested_deeper_than_is_looked_at_are_of_the_one_around_them() -> None:
+    depth = 50
+    waits = [wait(level, level, 200 - level, unit=f"u{level}") for level in range(depth)]
+
+    (rank,) = run([*waits[::-1], step(0, 200)])
+
+    assert parts_us(rank.steps[0]) == {"exposed": 200}
+    totals = rank.by_unit.totals()
+    units = {own.unit: own.exposed_ns // US for own in totals if own.exposed_ns}
+    # Each has what the next one leaves of it; the last that is looked at has all the rest.
+    assert units == {f"u{level}": 2 for level in range(31)} | {"u31": 200 - 2 * 31}
 
 
 def test_a_broadcast_may_end_before_all_have_come_so_nobody_is_said_to_be_waited_for() -> None:
