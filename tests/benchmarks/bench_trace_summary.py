@@ -28,7 +28,7 @@ from trine.tools.tracing.schema import DTYPES, KINDS, LABEL, STORED, TEXT_COLUMN
 LIMIT_S = 60.0
 LIMIT_STEPS = 1000
 LIMIT_BYTES = 2 << 30
-START_S = 5.0
+START_S = 10.0
 """What a smaller size may take beside its share, for Python and torch to start."""
 
 US = 1000
