@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -225,3 +227,32 @@ def sizes(text: str) -> list[float]:
     powers = {"": 0, "Ki": 10, "Mi": 20, "Gi": 30}
     found = re.findall(rf"({NUMBER}) (|Ki|Mi|Gi)B\b", text)
     return [float(number) * 2.0 ** powers[unit] for number, unit in found]
+
+
+def verdict(folder: Path, *command: str) -> dict[str, Any]:
+    """What a command of `trine trace` says as JSON."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "trine.tools", "trace", *command, "--json"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+@pytest.mark.timeout(300)  # a job of two ranks, then three commands
+def test_the_three_faults_of_the_tutorial_are_found_and_named(tmp_path: Path) -> None:
+    run(tmp_path, program("docs/tutorials/find-the-wait.md"), *TORCHRUN)
+
+    late = verdict(tmp_path, "stragglers", "find-the-wait")
+    summary = verdict(tmp_path, "summary", "find-the-wait")
+    memory = verdict(tmp_path, "memory", "find-the-wait")
+
+    found = [(each["rank"], each["phase"]) for each in late["ranks"] if each["stands_out"]]
+    assert found == [(1, "load batch")]
+    exposed_ns = {unit["unit"]: unit["exposed_ns"] for unit in summary["units"]}
+    assert max(exposed_ns, key=lambda unit: exposed_ns[unit]) == "head"
+    largest = memory["largest"][0]
+    assert (largest["kind"], largest["unit"]) == ("activations", "attention")
