@@ -165,6 +165,38 @@ def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path, command: li
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("command", [["summary"], ["check", "--baseline", "."], ["hang"]])
+def test_a_path_longer_than_any_can_be_is_a_usage_error(command: list[str]) -> None:
+    result = trine("trace", *command, "a" * 5_000)
+
+    assert result.exit_code == 2
+    assert "does not exist. Expected the folder of a run" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["report"], ["merge"], ["export", "--format", "perfetto"]])
+def test_a_name_longer_than_any_can_be_cannot_be_written(
+    run_folder: Path, tmp_path: Path, command: list[str]
+) -> None:
+    result = trine("trace", *command, run_folder, "--out", tmp_path / ("a" * 300))
+
+    assert result.exit_code == 1
+    assert "cannot be written to" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["hang", "check"])
+def test_a_command_that_answers_by_its_status_has_another_where_nothing_can_be_read(
+    run_folder: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    more: list[str | Path] = ["--baseline", run_folder] if command == "check" else []
+
+    result = trine("trace", command, tmp_path / "empty", *more)
+
+    assert result.exit_code == 2
+    assert "holds no traces" in result.stderr
+
+
 @pytest.mark.parametrize("command", ["summary", "merge"])
 def test_a_damaged_trace_is_one_line_and_status_1(
     run_folder: Path, tmp_path: Path, command: str

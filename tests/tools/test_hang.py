@@ -359,6 +359,6 @@ def test_nothing_to_read_is_said_in_one_sentence(tmp_path: Path) -> None:
 
     status, output = run(tmp_path)
 
-    assert status == 1
+    assert status == 2
     assert output.startswith("Error: ")
     assert len(output.splitlines()) == 1

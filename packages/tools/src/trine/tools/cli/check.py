@@ -11,7 +11,7 @@ from typing import Final
 
 import click
 
-from trine.tools.cli.paths import TracePath, one_sentence_errors, require
+from trine.tools.cli.paths import NoAnswer, TracePath, one_sentence_errors, require
 
 __all__ = ["check"]
 
@@ -70,11 +70,11 @@ def check(
     """Fail if a run is worse than a baseline, by more than chance explains.
 
     PATH is the folder that a run was recorded to, or its summary as JSON. The exit status is 0
-    if it is no worse, 1 if it is, and 2 if the two cannot be compared.
+    if it is no worse, 1 if it is, and 2 if the two cannot be read or compared.
     """
     require(path)
     require(baseline)
-    with one_sentence_errors():
+    with one_sentence_errors(NoAnswer):
         from trine.tools.analysis.check import ALWAYS, Check
         from trine.tools.analysis.check import check as check_run
         from trine.tools.analysis.saved import read_measured

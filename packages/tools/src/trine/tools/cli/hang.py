@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from trine.tools.cli.paths import TracePath, one_sentence_errors, require
+from trine.tools.cli.paths import NoAnswer, TracePath, one_sentence_errors, require
 
 __all__ = ["hang"]
 
@@ -21,10 +21,10 @@ def hang(context: click.Context, path: Path, as_json: bool) -> None:
     """Name the collective at which a job hangs, and the ranks that did not come.
 
     PATH is the folder that a run was recorded to. Files may be cut off or missing. The exit
-    status is 1 if something hangs, and 0 if nothing does.
+    status is 1 if something hangs, 0 if nothing does, and 2 if there is nothing to read.
     """
     require(path)
-    with one_sentence_errors():
+    with one_sentence_errors(NoAnswer):
         from trine.tools.analysis.hang import find_hang
         from trine.tools.analysis.leftovers import read_leftovers
         from trine.tools.reports.hang_table import print_hang

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-__all__ = ["TracePath", "one_sentence_errors", "require", "require_folder_of"]
+__all__ = ["NoAnswer", "TracePath", "one_sentence_errors", "require", "require_folder_of"]
 
 
 class TracePath(click.Path):
@@ -28,7 +28,7 @@ def require(path: Path) -> None:
     Raises:
         click.UsageError: if there is not.
     """
-    if not path.exists():
+    if not _is_there(path):
         raise click.UsageError(
             f"{str(path)!r} does not exist. Expected the folder of a run or the trace of a rank."
         )
@@ -46,12 +46,31 @@ def require_folder_of(out: Path) -> None:
         )
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # its name is longer than any there can be
+        return False
+
+
+class NoAnswer(click.ClickException):
+    """Ends a command whose status 1 is an answer, without one."""
+
+    exit_code = 2
+
+
 @contextmanager
-def one_sentence_errors() -> Iterator[None]:
-    """Say what is wrong with a file in one sentence, without a traceback."""
+def one_sentence_errors(
+    failure: type[click.ClickException] = click.ClickException,
+) -> Iterator[None]:
+    """Say what is wrong with a file in one sentence, without a traceback.
+
+    Args:
+        failure: what ends the command then; it has the exit status.
+    """
     from trine.core.errors import TrineError
 
     try:
         yield
     except TrineError as error:
-        raise click.ClickException(str(error)) from error
+        raise failure(str(error)) from error

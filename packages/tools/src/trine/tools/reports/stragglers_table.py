@@ -40,7 +40,8 @@ def verdict(found: Stragglers) -> list[str]:
     if len(found.ranks) < 2:
         return ["Only one rank was recorded, so there is nobody to compare it with."]
     if found.steps < threshold.min_steps:
-        return [f"{found.steps} steps are too few to tell; record {threshold.min_steps} or more."]
+        few = "1 step is" if found.steps == 1 else f"{found.steps} steps are"
+        return [f"{few} too few to tell; record {threshold.min_steps} or more."]
     if not late:
         least = format_ns(threshold.min_share * found.step_ns)
         return [
@@ -70,7 +71,7 @@ def _heading(found: Stragglers) -> list[str]:
         ranks = f"{found.world_size} rank{'s' if found.world_size > 1 else ''}"
     lines = [ranks]
     if found.steps:
-        lines[0] += f", {found.steps} steps of {format_ns(found.step_ns)}"
+        lines[0] += f", {found.steps} step{'s' * (found.steps != 1)} of {format_ns(found.step_ns)}"
     if len(found.ranks) > 2:
         late = [rank.median_ns for rank in found.ranks]  # the latest first
         middle = format_ns(late[len(late) // 2])

@@ -51,7 +51,13 @@ def check_out(inputs: Iterable[Path], out: Path, what: str, name: str) -> None:
             f"The {what} would take the place of a trace, {printable(str(out))}. "
             f"Give it another name, for example {name}."
         )
-    if out.exists() and not out.is_file():
+    try:
+        is_other = out.exists() and not out.is_file()
+    except OSError as error:  # its name is longer than any there can be
+        raise TraceFileError(
+            f"The {what} cannot be written to {printable(str(out))}: {error.strerror or error}."
+        ) from error
+    if is_other:
         # A file would take its place: that of /dev/null, for who may write there.
         raise TraceFileError(
             f"The {what} cannot be written to {printable(str(out))}, which exists and is not "
