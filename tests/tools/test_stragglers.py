@@ -275,7 +275,7 @@ def test_hosts_whose_ranks_are_late_are_named() -> None:
     [
         ([left(0, 1, step(0, 10))], "Only one rank was recorded"),
         ([left(rank, 2, *done(1, 0, 5)) for rank in range(2)], "No step was recorded"),
-        ([left(rank, 2, step(0, 10)) for rank in range(2)], "1 steps are too few"),
+        ([left(rank, 2, step(0, 10)) for rank in range(2)], "1 step is too few"),
         ([left(rank, 2) for rank in range(2)], "No step was recorded"),
     ],
 )
