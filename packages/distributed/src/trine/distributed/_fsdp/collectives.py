@@ -46,7 +46,8 @@ __all__ = [
 _by_name: dict[str, Callable[..., dist.Work | None]] = vars(dist)
 _all_gather = _by_name.get("all_gather_single") or _by_name["all_gather_into_tensor"]
 _reduce_scatter = _by_name.get("reduce_scatter_single") or _by_name["reduce_scatter_tensor"]
-_AllgatherOptions: Any = vars(distributed_c10d)["AllgatherOptions"]
+# Not among torch's public names.
+_AllgatherOptions: Any = vars(distributed_c10d).get("AllgatherOptions")
 
 
 # What torch's functions check and look up before they call the group costs the host more than
@@ -55,7 +56,8 @@ def _all_gather_single(
     out: Tensor, shard: Tensor, *, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     start = getattr(group, "all_gather_single", None)
-    if start is None or out.is_complex():  # torch 2.12, or for torch to take apart
+    if start is None or _AllgatherOptions is None or out.is_complex():
+        # Before torch 2.13, or for torch to take apart.
         return _all_gather(out, shard, group=group, async_op=async_op)
     options = _AllgatherOptions()
     options.asyncOp = async_op
