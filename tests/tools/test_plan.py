@@ -50,6 +50,7 @@ def planner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePlanner:
         "def two(): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n"
         "def nothing(): return None\n"
         "def broken(): raise KeyError('depth')\n"
+        "made = two()\n"
         "number = 3\n"
     )
     return made
@@ -123,25 +124,43 @@ def test_a_plain_precision_is_that_of_the_parameters_themselves(planner: FakePla
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([TWO, "--mesh", "pipeline=8"], "Expected shard=8, or replicate=2,shard=4."),
-        ([TWO, "--mesh", "shard=0"], "--mesh 'shard=0' is not understood"),
-        (["models_of_this_test", "--mesh", "shard=8"], "Expected package.module:factory."),
+        (["models_of_this_test:made", "--mesh", "shard=8"], "is a model. Expected a function"),
         (["models_of_this_test:none", "--mesh", "shard=8"], "cannot be found. AttributeError"),
         (["models_of_this_test:number", "--mesh", "shard=8"], "is int, not a function"),
         (["models_of_this_test:nothing", "--mesh", "shard=8"], "makes NoneType; expected a torch"),
         (["models_of_this_test:broken", "--mesh", "shard=8"], "meta device. KeyError: 'depth'"),
         (["no_such_package.a:b", "--mesh", "shard=8"], "No module named 'no_such_package'"),
-        ([TWO, "--mesh", "shard=8", "--batch", "8xtwo"], "--batch '8xtwo' is not understood"),
-        ([TWO, "--mesh", "shard=8", "--memory", "much"], "Expected a size such as 80GiB."),
     ],
 )
-def test_a_mistake_is_said_in_one_sentence(
+def test_a_model_that_cannot_be_made_is_said_in_one_sentence(
     planner: FakePlanner, args: list[str], message: str
 ) -> None:
     result = run(*args)
 
     assert result.exit_code == 1
     assert result.output.startswith("Error: ")
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([TWO, "--mesh", "pipeline=8"], "Expected shard=8, or replicate=2,shard=4."),
+        ([TWO, "--mesh", "shard=0"], "--mesh 'shard=0' is not understood"),
+        (["models_of_this_test", "--mesh", "shard=8"], "Expected package.module:factory, where"),
+        (["models_of_this_test.py:two", "--mesh", "shard=8"], "as import takes it, without .py"),
+        ([TWO, "--mesh", "shard=8", "--batch", "8xtwo"], "--batch '8xtwo' is not understood"),
+        ([TWO, "--mesh", "shard=8", "--memory", "much"], "Expected a size such as 80GiB."),
+        ([TWO, "--mesh", "shard=8", "--memory", "80"], "--memory '80' is not understood."),
+    ],
+)
+def test_an_argument_that_is_not_understood_is_a_usage_error(
+    planner: FakePlanner, args: list[str], message: str
+) -> None:
+    result = run(*args)
+
+    assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
 

@@ -188,6 +188,6 @@ def find_planner() -> Planner:
             ) from error
         return found
     raise PlanError(
-        "No planner is installed. Install trine-distributed, whose engine plans what it will do: "
-        "pip install trine-distributed."
+        "No planner is installed. Install trine-distributed, whose engine plans what it will do "
+        "(from a clone of Trine: pip install ./packages/distributed)."
     )

@@ -58,7 +58,7 @@ def saved_by(
         shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in inputs)
         raise PlanError(
             f"The forward of {type(model).__name__} does not run on the meta device with inputs "
-            f"{shapes}. {type(error).__name__}: {error}. Give other inputs, or none to leave "
+            f"{shapes}. {type(error).__name__}: {str(error).rstrip('.')}. Give other inputs, or none to leave "
             "activations out."
         ) from error
     return recorder.saved

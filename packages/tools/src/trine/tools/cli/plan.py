@@ -91,7 +91,7 @@ def plan(
         import torch
 
         from trine.core import Precision
-        from trine.core.planning import PlanRequest, find_planner
+        from trine.core.planning import PlanError, PlanRequest, find_planner
         from trine.tools.planning import arguments
         from trine.tools.planning.model import build_on_meta
         from trine.tools.reports.plan_table import plan_data, print_plans
@@ -99,21 +99,25 @@ def plan(
         planner = find_planner()
         chosen = Precision.parse(precision)
         policy = chosen.fsdp_policy_args()
-        room = None if memory is None else arguments.nbytes_of(memory)
-        requests = [
-            PlanRequest(
-                **arguments.mesh_of(mesh),
-                units=arguments.units_of(units),
-                param_dtype=policy["param_dtype"],
-                reduce_dtype=policy["reduce_dtype"],
-                optimizer=optimizer,
-                reshard_after_forward=arguments.reshard_of(reshard),
-                offload=offload,
-                backend=backend,
-                inputs=tuple(arguments.batch_of(batch) for batch in batches),
-            )
-            for mesh in meshes
-        ]
+        try:
+            arguments.place_of(model)
+            room = None if memory is None else arguments.nbytes_of(memory)
+            requests = [
+                PlanRequest(
+                    **arguments.mesh_of(mesh),
+                    units=arguments.units_of(units),
+                    param_dtype=policy["param_dtype"],
+                    reduce_dtype=policy["reduce_dtype"],
+                    optimizer=optimizer,
+                    reshard_after_forward=arguments.reshard_of(reshard),
+                    offload=offload,
+                    backend=backend,
+                    inputs=tuple(arguments.batch_of(batch) for batch in batches),
+                )
+                for mesh in meshes
+            ]
+        except PlanError as error:
+            raise click.UsageError(str(error)) from error
         stored = None if chosen.param_dtype is torch.float32 else chosen.param_dtype
         built = build_on_meta(model, stored)
         plans = [planner.plan(built, request) for request in requests]

@@ -1,4 +1,4 @@
-"""The words of `trine plan` as what they mean: meshes, sizes, units and shapes of batches."""
+"""The words of `trine plan` as what they mean: models, meshes, sizes, units, shapes of batches."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from trine.core.planning import PlanError
 
-__all__ = ["batch_of", "mesh_of", "nbytes_of", "reshard_of", "units_of"]
+__all__ = ["batch_of", "mesh_of", "nbytes_of", "place_of", "reshard_of", "units_of"]
 
+# A bare number is no size: who writes 80 means GiB.
 _SIZES: Final = {
-    "": 1,
+    "b": 1,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
@@ -24,6 +25,26 @@ _SIZES: Final = {
     "tib": 2**40,
 }
 _COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+
+
+def place_of(text: str) -> tuple[str, str]:
+    """`package.module:factory` as the name of a module and what to take from it.
+
+    Raises:
+        PlanError: if it is not understood.
+    """
+    module, _, name = text.partition(":")
+    if module.endswith(".py") or "/" in module:
+        raise PlanError(
+            f"MODEL is {text!r}. Expected the name of a module as import takes it, without .py: "
+            "package.module:factory. The current folder is searched too."
+        )
+    if not module or not name:
+        raise PlanError(
+            f"MODEL is {text!r}. Expected package.module:factory, where factory is a function or "
+            "class in that module."
+        )
+    return module, name
 
 
 def mesh_of(text: str) -> dict[str, int]:

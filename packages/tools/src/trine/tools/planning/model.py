@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trine.core.planning import PlanError
+from trine.tools.planning.arguments import place_of
 
 __all__ = ["build_on_meta"]
 
@@ -24,9 +25,7 @@ def build_on_meta(place: str, dtype: torch.dtype | None = None) -> nn.Module:
     Raises:
         PlanError: if there is no such thing, or what it makes is no module.
     """
-    module_name, _, name = place.partition(":")
-    if not module_name or not name:
-        raise PlanError(f"MODEL is {place!r}. Expected package.module:factory.")
+    module_name, name = place_of(place)
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -36,6 +35,11 @@ def build_on_meta(place: str, dtype: torch.dtype | None = None) -> nn.Module:
             factory = getattr(factory, part)
     except Exception as error:  # a user's module may raise anything
         raise PlanError(f"{place} cannot be found. {type(error).__name__}: {error}") from error
+    if isinstance(factory, nn.Module):
+        raise PlanError(
+            f"{place} is a model. Expected a function or class that makes one, so that it can be "
+            "made without memory."
+        )
     if not callable(factory):
         raise PlanError(f"{place} is {type(factory).__name__}, not a function that makes a model.")
     try:

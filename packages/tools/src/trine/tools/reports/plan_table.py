@@ -31,7 +31,8 @@ def print_plans(
     """
     file = file or sys.stdout
     first = plans[0]
-    lines = [f"{title}: {_count(first.parameters)} parameters in {len(first.units)} units"]
+    units = "1 unit" if len(first.units) == 1 else f"{len(first.units)} units"
+    lines = [f"{title}: {_count(first.parameters)} parameters in {units}"]
     for plan in plans:
         lines.append(
             f"{_mesh(plan)}: {format_nbytes(plan.peak.total)} per rank at most, "
