@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,6 +164,26 @@ def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path, command: li
     assert result.exit_code == 2
     assert "missing' does not exist. Expected the folder of a run" in result.stderr
     assert result.stdout == ""
+
+
+def test_a_baseline_that_does_not_exist_is_called_one(run_folder: Path) -> None:
+    result = trine("trace", "check", run_folder, "--baseline", "missing.json")
+
+    assert result.exit_code == 2
+    assert (
+        "--baseline: 'missing.json' does not exist. Expected what `trine trace summary --json` "
+        "wrote, or a run's folder." in result.stderr
+    )
+
+
+def test_torch_without_numpy_is_nothing_to_warn_of() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trine("trace", "sinks")
+        warnings.warn("Failed to initialize NumPy: No module named 'numpy'", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+
+    assert [str(each.message) for each in seen] == ["another"]
 
 
 @pytest.mark.parametrize("command", [["summary"], ["check", "--baseline", "."], ["hang"]])

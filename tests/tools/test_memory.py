@@ -124,6 +124,9 @@ def test_a_recording_without_memory_says_so() -> None:
 
     assert use.explained == "No memory was recorded."
     assert use.ranks == []
+    file = io.StringIO()
+    print_memory(use, file)
+    assert "use trine trace run --memory, or profile(memory=True)" in file.getvalue()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -5.0])

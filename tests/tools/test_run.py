@@ -114,6 +114,18 @@ def test_the_memory_of_a_script_is_recorded_if_asked_for(tmp_path: Path) -> None
     assert most["(root)"]["activations"] == 2 * 4 * 8 * 8
 
 
+def test_of_ranks_that_failed_it_is_asked_who_did_not_come(tmp_path: Path) -> None:
+    write = (
+        "import pathlib, sys; folder = pathlib.Path('run'); folder.mkdir(); "
+        "[(folder / f'trace-rank0000{rank}.trine').touch() for rank in range(2)]; sys.exit(1)"
+    )
+
+    done = trine_trace_run(tmp_path, "--", sys.executable, "-c", write)
+
+    assert done.returncode == 1
+    assert done.stderr == "trine: 2 ranks recorded. Next: trine trace hang run\n"
+
+
 def test_spawned_ranks_are_recorded_with_their_collectives(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNED)
 

@@ -264,15 +264,15 @@ def test_itt_gets_tasks_through_its_own_package(monkeypatch: pytest.MonkeyPatch)
     assert tool.made == ["push forward (trine)", "push now (trine)", "pop", "pop"]
 
 
-@pytest.mark.parametrize("name", ["nvtx", "itt"])
+@pytest.mark.parametrize(("name", "package"), [("nvtx", "nvtx"), ("itt", "ittapi")])
 def test_a_machine_without_the_tool_is_told_once_what_to_install(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ranges, "_said", set())
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(itt, "is_available", lambda: False)
-    for package in ("nvtx", "ittapi"):
-        monkeypatch.setitem(sys.modules, package, None)
+    for absent in ("nvtx", "ittapi"):
+        monkeypatch.setitem(sys.modules, absent, None)
     caplog.set_level(logging.WARNING)
 
     for _ in range(2):
@@ -282,7 +282,7 @@ def test_a_machine_without_the_tool_is_told_once_what_to_install(
             pass
         remove_sink(sink)
 
-    assert caplog.text.count(f"pip install 'trine-tools[{name}]'") == 1
+    assert caplog.text.count(f"pip install {package}") == 1
 
 
 # --- memory

@@ -6,6 +6,7 @@ Kept light: `trine --version` imports no torch.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from io import TextIOWrapper
@@ -107,6 +108,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # torch says so where numpy is absent, which none of our commands needs.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 
 main.add_command(plan)

@@ -73,7 +73,7 @@ def check(
     if it is no worse, 1 if it is, and 2 if the two cannot be read or compared.
     """
     require(path)
-    require(baseline)
+    require(baseline, "what `trine trace summary --json` wrote, or a run's folder", "--baseline")
     with one_sentence_errors(NoAnswer):
         from trine.tools.analysis.check import ALWAYS, Check
         from trine.tools.analysis.check import check as check_run

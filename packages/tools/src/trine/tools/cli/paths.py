@@ -22,16 +22,22 @@ class TracePath(click.Path):
         return super().convert(value, param, ctx)
 
 
-def require(path: Path) -> None:
+def require(
+    path: Path, expected: str = "the folder of a run or the trace of a rank", name: str = ""
+) -> None:
     """Check that there is something at the path.
+
+    Args:
+        path: what the user gave.
+        expected: what it should be, in words.
+        name: of the option that gave it; "" for an argument.
 
     Raises:
         click.UsageError: if there is not.
     """
     if not _is_there(path):
-        raise click.UsageError(
-            f"{str(path)!r} does not exist. Expected the folder of a run or the trace of a rank."
-        )
+        option = f"{name}: " if name else ""
+        raise click.UsageError(f"{option}{str(path)!r} does not exist. Expected {expected}.")
 
 
 def require_folder_of(out: Path) -> None:

@@ -50,7 +50,7 @@ def run(out: Path, steps: str, memory: bool, command: tuple[str, ...]) -> None:
     status = _run(command, _environment(out, steps, memory))
     # Where a launcher started us once per rank, one says it for all.
     if (launched_rank(os.environ) or (0, 1))[0] == 0:
-        click.echo(_what_next(out, began), err=True)
+        click.echo(_what_next(out, began, status), err=True)
     sys.exit(status)
 
 
@@ -89,7 +89,7 @@ def _run(command: tuple[str, ...], environment: Mapping[str, str]) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _what_next(out: Path, began: float) -> str:
+def _what_next(out: Path, began: float, status: int) -> str:
     ranks = 0
     for path in out.glob("trace-rank*.trine"):
         # A file system may keep times to the second.
@@ -101,4 +101,6 @@ def _what_next(out: Path, began: float) -> str:
         )
     many = "1 rank" if ranks == 1 else f"{ranks} ranks"
     folder = shlex.quote(printable(str(out)))
-    return f"trine: {many} recorded. Next: trine trace summary {folder}"
+    # Of ranks that failed, one wants to know who did not come to what.
+    command = "hang" if status and ranks > 1 else "summary"
+    return f"trine: {many} recorded. Next: trine trace {command} {folder}"

@@ -46,8 +46,11 @@ def print_memory(use: MemoryUse, file: TextIO | None = None) -> None:
                 + (f", {format_nbytes(rest)} of it for what is not listed" if rest > 0 else "")
             )
     if use.missing:
-        names = " and ".join(KINDS[kind] for kind in use.missing)
-        lines.append(f"not recorded: {names}; trine.tools.profile(memory=True) does")
+        names = ", ".join(KINDS[kind] for kind in use.missing)
+        lines.append(
+            f"not recorded: {names}; to record what there is of it, use trine trace run --memory, "
+            "or profile(memory=True)"
+        )
     if not use.units:
         print_table(lines, [], [], file)
         return

@@ -28,7 +28,7 @@ def itt_sink() -> TraceSink:
     try:
         return RangeSink(_IttApi(import_module("ittapi")))
     except ImportError:
-        return unavailable("ITT", "Install it: pip install 'trine-tools[itt]'.")
+        return unavailable("ITT", "Install it: pip install ittapi.")
 
 
 class _TorchItt:

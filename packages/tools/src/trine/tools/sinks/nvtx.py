@@ -35,7 +35,7 @@ def nvtx_sink() -> TraceSink:
     except ImportError:
         if torch.version.cuda is not None:
             return RangeSink(_TorchNvtx())
-    return unavailable("NVTX", "Install it: pip install 'trine-tools[nvtx]'.")
+    return unavailable("NVTX", "Install it: pip install nvtx.")
 
 
 class _Domain:
