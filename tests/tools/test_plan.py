@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from trine.tools.analysis.advice import advice
 from trine.tools.cli import main
 from trine.tools.planning.arguments import batch_of, mesh_of, nbytes_of, reshard_of, units_of
 from trine.tools.planning.model import build_on_meta
+from trine.tools.reports.plan_table import print_plans
 
 GIB = 2**30
 
@@ -209,6 +211,15 @@ def test_a_model_that_insists_on_a_device_is_moved_to_meta(tmp_path: Path) -> No
 
 def on_cpu() -> nn.Module:
     return nn.Linear(2, 2, device="cpu")
+
+
+def test_one_unit_is_not_many(planner: FakePlanner) -> None:
+    plan = planner.plan(nn.Identity(), PlanRequest(shard=1))
+    file = io.StringIO()
+
+    print_plans([replace(plan, units=plan.units[:1])], "model", file=file)
+
+    assert file.getvalue().startswith("model: 100 parameters in 1 unit\n")
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,10 @@ def saved_by(
             model(*inputs)
     except Exception as error:  # whatever a user's forward may raise
         shapes = ", ".join(f"{tuple(each.shape)} {each.dtype}" for each in inputs)
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
         raise PlanError(
             f"The forward of {type(model).__name__} does not run on the meta device with inputs "
-            f"{shapes}. {type(error).__name__}: {str(error).rstrip('.')}. Give other inputs, or none to leave "
-            "activations out."
+            f"{shapes}. {reason}. Give other inputs, or none to leave activations out."
         ) from error
     return recorder.saved
 
