@@ -53,6 +53,7 @@ def planner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePlanner:
         "def nothing(): return None\n"
         "def broken(): raise KeyError('depth')\n"
         "made = two()\n"
+        "def leaves(): raise SystemExit(3)\n"
         "number = 3\n"
     )
     return made
@@ -132,6 +133,7 @@ def test_a_plain_precision_is_that_of_the_parameters_themselves(planner: FakePla
         (["models_of_this_test:nothing", "--mesh", "shard=8"], "makes NoneType; expected a torch"),
         (["models_of_this_test:broken", "--mesh", "shard=8"], "meta device. KeyError: 'depth'"),
         (["no_such_package.a:b", "--mesh", "shard=8"], "No module named 'no_such_package'"),
+        (["models_of_this_test:leaves", "--mesh", "shard=8"], "meta device. SystemExit: 3"),
     ],
 )
 def test_a_model_that_cannot_be_made_is_said_in_one_sentence(
@@ -155,6 +157,12 @@ def test_a_model_that_cannot_be_made_is_said_in_one_sentence(
         ([TWO, "--mesh", "shard=8", "--batch", "8xtwo"], "--batch '8xtwo' is not understood"),
         ([TWO, "--mesh", "shard=8", "--memory", "much"], "Expected a size such as 80GiB."),
         ([TWO, "--mesh", "shard=8", "--memory", "80"], "--memory '80' is not understood."),
+        ([TWO, "--mesh", f"shard={10**8}"], "has more ranks than 10,000,000"),
+        ([TWO, "--mesh", "replicate=10000,shard=10000"], "has more ranks than 10,000,000"),
+        ([TWO, "--mesh", f"shard=1{'0' * 5_000}"], "is not understood"),
+        ([TWO, "--mesh", "shard=8", "--batch", f"{10**10}x{10**10}"], "larger than any tensor"),
+        ([TWO, "--mesh", "shard=8", "--memory", f"{'9' * 400}GiB"], "Expected a size such as"),
+        ([TWO, "--mesh", "shard=8", "--units", "9" * 400], "--units '999"),
     ],
 )
 def test_an_argument_that_is_not_understood_is_a_usage_error(

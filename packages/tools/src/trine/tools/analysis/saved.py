@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -22,6 +21,7 @@ SUMMARY_FORMAT: Final = "trine-summary"
 SUMMARY_VERSION: Final = 2
 
 _MAX_BYTES: Final = 64 << 20
+_MAX_NUMBER: Final = 1e30  # sums and ratios of such are finite still
 _FIRST: Final = 1 << 20  # of a file: enough to see what it is
 
 
@@ -119,8 +119,8 @@ def _number(data: Mapping[str, object], name: str) -> float:
     try:
         number = float(found)
     except OverflowError:
-        number = math.inf
-    if not 0 <= number < math.inf:
+        number = _MAX_NUMBER
+    if not 0 <= number < _MAX_NUMBER:
         raise ValueError(f"{name!r} is out of range")
     return number
 

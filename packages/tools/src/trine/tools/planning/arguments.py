@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final
 
@@ -24,6 +25,8 @@ _SIZES: Final = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_SIZE: Final = re.compile(r"\d{1,18}", re.ASCII).fullmatch
+_MAX_RANKS: Final = 10_000_000
 _COUNTS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 
 
@@ -57,11 +60,13 @@ def mesh_of(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = (each.strip() for each in part.partition("="))
         known = name in ("shard", "replicate") and name not in found
-        if not known or not size.isdecimal() or int(size) < 1:
+        if not known or not _SIZE(size) or int(size) < 1:
             raise PlanError(
                 f"--mesh {text!r} is not understood. Expected shard=8, or replicate=2,shard=4."
             )
         found[name] = int(size)
+    if math.prod(found.values()) > _MAX_RANKS:
+        raise PlanError(f"--mesh {text!r} has more ranks than {_MAX_RANKS:,}, the most that is planned for.")
     return {"replicate": found.get("replicate", 1), "shard": found.get("shard", 1)}
 
 
@@ -103,7 +108,7 @@ def reshard_of(text: str) -> bool | int | None:
     Raises:
         PlanError: if it is none of these.
     """
-    if text.isdecimal():
+    if _SIZE(text):
         return int(text)
     known = {"auto": None, "yes": True, "no": False}
     if text not in known:
@@ -123,15 +128,18 @@ def batch_of(text: str) -> Tensor:
     shape, _, name = text.partition(":")
     dtype = getattr(torch, name or "float32", None)
     sizes = shape.lower().replace(",", "x").split("x")
-    if not isinstance(dtype, torch.dtype) or not all(size.isdecimal() for size in sizes):
+    if not isinstance(dtype, torch.dtype) or not all(map(_SIZE, sizes)):
         raise PlanError(
             f"--batch {text!r} is not understood. Expected a shape and a dtype, such as "
             "8x2048:int64."
         )
-    return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+    try:
+        return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+    except (RuntimeError, TypeError) as error:
+        raise PlanError(f"--batch {text!r} is larger than any tensor can be.") from error
 
 
 def _number(text: str, units: dict[str, int]) -> int | None:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     factor = None if match is None else units.get(match[2].lower())
     return None if match is None or factor is None else int(float(match[1]) * factor)

@@ -33,7 +33,7 @@ def build_on_meta(place: str, dtype: torch.dtype | None = None) -> nn.Module:
         factory = importlib.import_module(module_name)
         for part in name.split("."):
             factory = getattr(factory, part)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise PlanError(f"{place} cannot be found. {type(error).__name__}: {error}") from error
     if isinstance(factory, nn.Module):
         raise PlanError(
@@ -45,7 +45,7 @@ def build_on_meta(place: str, dtype: torch.dtype | None = None) -> nn.Module:
     try:
         with torch.device("meta"):
             model = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # one that parses our arguments exits
         raise PlanError(
             f"{place} does not make a model when it is called without arguments on the meta "
             f"device. {type(error).__name__}: {error}"
