@@ -21,7 +21,9 @@ SUMMARY_FORMAT: Final = "trine-summary"
 SUMMARY_VERSION: Final = 2
 
 _MAX_BYTES: Final = 64 << 20
-_MAX_NUMBER: Final = 1e30  # sums and ratios of such are finite still
+# Sums and ratios of numbers between them are finite still.
+_LEAST: Final = 1e-30
+_MOST: Final = 1e30
 _FIRST: Final = 1 << 20  # of a file: enough to see what it is
 
 
@@ -119,8 +121,8 @@ def _number(data: Mapping[str, object], name: str) -> float:
     try:
         number = float(found)
     except OverflowError:
-        number = _MAX_NUMBER
-    if not 0 <= number < _MAX_NUMBER:
+        number = _MOST
+    if number and not _LEAST < number < _MOST:
         raise ValueError(f"{name!r} is out of range")
     return number
 

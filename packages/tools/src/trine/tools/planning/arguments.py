@@ -66,7 +66,9 @@ def mesh_of(text: str) -> dict[str, int]:
             )
         found[name] = int(size)
     if math.prod(found.values()) > _MAX_RANKS:
-        raise PlanError(f"--mesh {text!r} has more ranks than {_MAX_RANKS:,}, the most that is planned for.")
+        raise PlanError(
+            f"--mesh {text!r} has more ranks than {_MAX_RANKS:,}, the most that is planned for."
+        )
     return {"replicate": found.get("replicate", 1), "shard": found.get("shard", 1)}
 
 
