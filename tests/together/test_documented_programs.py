@@ -256,3 +256,38 @@ def test_the_three_faults_of_the_tutorial_are_found_and_named(tmp_path: Path) ->
     assert max(exposed_ns, key=lambda unit: exposed_ns[unit]) == "head"
     largest = memory["largest"][0]
     assert (largest["kind"], largest["unit"]) == ("activations", "attention")
+
+
+def record(folder: Path, page: str, *options: str) -> str:
+    """Record a page's program as the page does, and return what is said at the end."""
+    (folder / "train.py").write_text(program(page), encoding="utf-8")
+    command = ["-m", "trine.tools", "trace", "run", *options, "--", sys.executable, *TORCHRUN]
+    ended = subprocess.run(
+        [sys.executable, *command, "train.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    return ended.stderr.splitlines()[-1]
+
+
+def test_a_program_that_knows_nothing_of_us_is_recorded_as_the_page_says(tmp_path: Path) -> None:
+    page = "docs/howto/record-a-run.md"
+
+    said = record(tmp_path, page, "--steps", "10-29")
+
+    assert f"{said}\n" in (ROOT / page).read_text(encoding="utf-8")
+    shown = CliRunner().invoke(trine, ["trace", "summary", str(tmp_path / "trine-trace")])
+    assert shown.output.startswith("2 ranks, 20 steps\n")
+
+
+def test_the_rank_with_fewer_batches_is_named_as_the_page_says(tmp_path: Path) -> None:
+    page = "docs/howto/when-a-job-hangs.md"
+
+    said = record(tmp_path, page, "--out", "run")
+
+    assert f"{said}\n" in (ROOT / page).read_text(encoding="utf-8")
+    shown = CliRunner().invoke(trine, ["trace", "hang", str(tmp_path / "run")])
+    (named,) = re.findall(r"^Rank 1 did not come .*$", shown.output, re.MULTILINE)
+    assert f"{named}\n" in (ROOT / page).read_text(encoding="utf-8")
