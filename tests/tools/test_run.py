@@ -63,13 +63,20 @@ if __name__ == "__main__":
 """
 
 
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # Torch says once for each process that there is no NumPy, which nobody here needs.
+    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy",
+}
+
+
 def trine_trace_run(
     folder: Path, *arguments: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "trine.tools", "trace", "run", "--out", "run", *arguments],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        env=os.environ | ENVIRONMENT | variables,
         capture_output=True,
         text=True,
         timeout=300,
