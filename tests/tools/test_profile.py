@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tools.events import write_rank_file
 from trine.core import tracing
@@ -90,6 +91,13 @@ def test_nobody_listens_while_a_schedule_waits(tmp_path: Path) -> None:
             running.step()
 
     assert listening == [False, False, True, True] * 2
+
+
+def test_the_schedule_of_another_profiler_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="schedule is function; expected a trine"):
+        profile(tmp_path, schedule=torch.profiler.schedule(wait=1, warmup=1, active=2))  # type: ignore[arg-type]  # what is tested
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_steps_that_are_told_are_followed(tmp_path: Path) -> None:

@@ -216,6 +216,34 @@ def test_a_folder_that_vanishes_is_said_once(
     assert "No such file or directory" in caplog.text
 
 
+def test_a_recording_that_takes_the_place_of_another_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Recorder(tmp_path, rank=0, world_size=1)
+    second = Recorder(tmp_path, rank=0, world_size=1)
+
+    second.close()
+    assert caplog.text == ""
+    first.close()
+
+    assert caplog.text.count("The trace of rank 0 is not complete") == 1
+    assert "another recording has taken its place" in caplog.text
+
+
+def test_a_disk_that_is_full_from_the_start_leaves_no_empty_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(file: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(growing_file, "_write", write)
+
+    with pytest.raises(TraceFileError, match="No space left on device"):
+        Recorder(tmp_path, rank=0, world_size=1)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_disk_that_hangs_does_not_keep_a_process_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

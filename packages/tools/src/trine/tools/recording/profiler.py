@@ -47,6 +47,9 @@ def profile(
         capacity: see `trine.tools.tracing.Recorder`.
         max_bytes: likewise.
 
+    Raises:
+        TypeError: if the schedule is something else.
+
     Example:
         >>> from pathlib import Path
         >>> from tempfile import TemporaryDirectory
@@ -61,6 +64,11 @@ def profile(
         ...     [event.name for event in trace.events]
         ['step', 'step']
     """
+    if schedule is not None and not isinstance(schedule, Window):
+        raise TypeError(
+            f"schedule is {type(schedule).__name__}; expected a trine.tools.Window, such as "
+            "Window(skip=10, record=20)."
+        )
     return Profile(Path(directory), schedule, memory, capacity, max_bytes)
 
 

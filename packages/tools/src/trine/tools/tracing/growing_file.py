@@ -6,6 +6,7 @@ takes the name of a full one only once it is complete.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -48,7 +49,12 @@ class GrowingFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         self._file = _create(path)
-        self._append(self._head)
+        try:
+            self._append(self._head)
+        except OSError:
+            self.close()
+            path.unlink(missing_ok=True)  # an empty file would pass for a recording
+            raise
 
     def add_events(self, events: Sequence[TraceEvent], dropped: int) -> None:
         """Append a run of events.
@@ -72,7 +78,9 @@ class GrowingFile:
     def finish(self, dropped: int, reason: Reason) -> None:
         """Write the last record."""
         self._append(self._encoder.end(dropped + self.left_out, reason))
-        self._path.stat()  # the last one to tell that somebody deleted it
+        # The last one to tell that somebody deleted it, or put another in its place.
+        if not os.path.samestat(self._path.stat(), os.fstat(self._file)):
+            raise FileExistsError(errno.EEXIST, "another recording has taken its place")
 
     def close(self) -> None:
         """Close the file, if it is open."""
