@@ -47,6 +47,12 @@ def printed(*traces: RankTrace) -> str:
     return out.getvalue()
 
 
+def test_a_recording_without_events_asks_whether_its_steps_were_reached() -> None:
+    assert printed(rank_trace()).startswith(
+        "1 rank, no events: did the run reach the steps that were to be recorded?\n"
+    )
+
+
 PLAIN = """\
 2 ranks, 1 step
 step time 10.0 ms median, 10.0 ms mean, 10.0 ms p95, 10.0 ms first

@@ -43,7 +43,9 @@ def _heading(summary: Summary) -> list[str]:
     if read < world_size:
         ranks = f"{read} of {world_size} ranks (no trace of the others)"
     lines = []
-    if summary.steps is None:
+    if not summary.events:
+        lines.append(f"{ranks}, no events: did the run reach the steps that were to be recorded?")
+    elif summary.steps is None:
         lines.append(f"{ranks}, no steps recorded: numbers are of the whole recording")
     else:
         steps = summary.steps
