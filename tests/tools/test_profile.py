@@ -93,6 +93,30 @@ def test_nobody_listens_while_a_schedule_waits(tmp_path: Path) -> None:
     assert listening == [False, False, True, True] * 2
 
 
+def test_recordings_of_the_same_steps_agree_on_their_numbers(tmp_path: Path) -> None:
+    with profile(tmp_path / "outer") as outer, profile(tmp_path / "inner") as inner:
+        for _ in range(3):
+            inner.step()
+            outer.step()
+
+    assert names(tmp_path / "outer") == [("step", 0), ("step", 1), ("step", 2)]
+    assert names(tmp_path / "inner") == names(tmp_path / "outer")
+
+
+def test_a_recording_goes_on_after_one_within_it(tmp_path: Path) -> None:
+    schedule = Window(skip=1, record=3)
+    with profile(tmp_path / "outer", schedule=schedule) as outer:
+        loop(outer, 1)
+        with profile(tmp_path / "inner") as inner:
+            loop(inner, 2)
+        loop(outer, 5)
+
+    steps = [step for name, step in names(tmp_path / "inner") if name == "step"]
+    assert steps == [1, 2]
+    steps = [step for name, step in names(tmp_path / "outer") if name == "step"]
+    assert steps == [1, 3, 4]
+
+
 def test_the_schedule_of_another_profiler_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="schedule is function; expected a trine"):
         profile(tmp_path, schedule=torch.profiler.schedule(wait=1, warmup=1, active=2))  # type: ignore[arg-type]  # what is tested

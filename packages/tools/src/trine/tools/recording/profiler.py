@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from trine.core import tracing
 from trine.core.tracing import TraceEvent
@@ -76,8 +76,12 @@ class Profile:
     """A recording that is under way; made by `profile`.
 
     Steps begin where `trine.core.tracing.set_step` is called, as `trine.core.training` does.
-    A loop that does not calls `step` at the end of each.
+    A loop that does not calls `step` at the end of each. Several may be under way, as where
+    a program that records itself is run by `trine trace run`: the first one that is told of
+    the end of a step counts it for all.
     """
+
+    _telling: ClassVar[bool] = False  # one of them gives the step its number
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class Profile:
         self._nowhere = _Nowhere()
         self._steps = 0  # that have begun before the present one
         self._told: int | None = None  # the step that somebody gave to set_step last
-        self._telling = False
+        self._number = 0  # of the present step, as long as nobody tells
         self._began_ns = 0
 
     def __enter__(self) -> Self:
@@ -120,6 +124,7 @@ class Profile:
         tracing.add_step_listener(self._on_step)
         if tracing.current_step() < 0:
             self._set_step(0)
+        self._number = tracing.current_step()
         if self._memory is not None:
             self._memory.install()
         self._began_ns = perf_counter_ns()
@@ -150,9 +155,13 @@ class Profile:
         if self._recorder is None or self._told is not None:
             return
         now = perf_counter_ns()
-        self.report(TraceEvent("span", "step", "step", "", 0, None, self._began_ns, now))
+        step = TraceEvent("span", "step", "step", "", 0, None, self._began_ns, now)
+        step.step = self._number
+        self.report(step)
         self._began_ns = now
-        self._set_step(tracing.current_step() + 1)
+        if tracing.current_step() == self._number:  # else another recording has counted it
+            self._set_step(self._number + 1)
+        self._number = tracing.current_step()
         self._steps += 1
         self._listen()
 
@@ -172,12 +181,12 @@ class Profile:
         return None if self._recorder is None else self._recorder.path
 
     def _set_step(self, number: int) -> None:
-        self._telling = True
+        Profile._telling = True
         tracing.set_step(number)
-        self._telling = False
+        Profile._telling = False
 
     def _on_step(self, number: int) -> None:
-        if self._telling or number == self._told:
+        if Profile._telling or number == self._told:
             return
         # The first step has begun when the block was entered, and is only given its number.
         if self._told is not None:
