@@ -176,6 +176,20 @@ def test_a_baseline_that_does_not_exist_is_called_one(run_folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("given", "fault"), [("run", "is a recording"), ("no", "does not exist")])
+def test_what_is_no_trace_of_the_profiler_is_not_merged(
+    run_folder: Path, given: str, fault: str
+) -> None:
+    profiler = run_folder if given == "run" else run_folder / given
+    out = run_folder.parent / "merged.json"
+
+    result = trine("trace", "merge", run_folder, "--profiler", profiler, "--out", out)
+
+    assert result.exit_code == 2
+    assert f"{fault}. Expected a trace of torch.profiler, or a folder" in result.stderr
+    assert not out.exists()
+
+
 def test_torch_without_numpy_is_nothing_to_warn_of() -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

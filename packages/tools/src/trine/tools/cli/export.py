@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import click
 
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require, require_folder_of
 
 __all__ = ["export", "merge"]
+
+_PROFILED: Final = "a trace of torch.profiler, or a folder with one for each rank"
 
 _path = click.argument("path", type=TracePath(path_type=Path))
 _out = click.option(
@@ -63,7 +66,7 @@ def _export(path: Path, form: str, out: Path, profiler: Path | None) -> None:
     require(path)
     require_folder_of(out)
     if profiler is not None:
-        require(profiler)
+        require(profiler, _PROFILED, "--profiler")
     with one_sentence_errors():
         import torch
 
@@ -72,6 +75,10 @@ def _export(path: Path, form: str, out: Path, profiler: Path | None) -> None:
 
         given = [path] if profiler is None else [path, profiler]
         torch.set_num_threads(1)  # sorting gains nothing from more
+        if profiler and any(each.suffix == ".trine" for each in sources.source_files(profiler)):
+            raise click.UsageError(
+                f"--profiler: {str(profiler)!r} is a recording. Expected {_PROFILED}."
+            )
         files = [file for each in given for file in sources.source_files(each)]
         check_out(files, out, "timeline", "timeline.json")
         traces = sources.read(path)
