@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.tools.events import event, write_rank_file
+from tests.tools.events import US, event, write_rank_file
 from tests.tools.jobs import begin, done, left, through, wait
 from trine.core.tracing import TraceEvent
 from trine.tools.analysis.hang import Hang, Stuck, find_hang
 from trine.tools.cli import main
 from trine.tools.reports.hang_table import print_hang
-from trine.tools.tracing import RankTrace
+from trine.tools.tracing import RankTrace, environment
 
 
 def only(hang: Hang) -> Stuck:
@@ -351,6 +351,20 @@ def test_a_file_that_cannot_be_read_is_said_and_the_others_are_looked_at(tmp_pat
 
     assert status == 1
     assert "trace-rank00001.trine is empty" in output
+    assert "Rank 1 may have not come to #1 of group 0" in output
+
+
+def test_the_file_of_an_earlier_run_is_not_taken_for_that_of_a_rank_that_died_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "perf_counter_ns", lambda: 1_000 * US)
+    write_rank_file(tmp_path, *done(1, 1_010, 1_020), rank=1, world_size=2)
+    monkeypatch.setattr(environment, "perf_counter_ns", lambda: 31_001_020 * US)
+    write_rank_file(tmp_path, begin(1, 31_001_030), rank=0, world_size=2)
+
+    _, output = run(tmp_path)
+
+    assert "trace-rank00001.trine is of an earlier run: it ended 31.0 s before" in output
     assert "Rank 1 may have not come to #1 of group 0" in output
 
 

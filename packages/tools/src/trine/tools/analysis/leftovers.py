@@ -3,22 +3,55 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from trine.tools.errors import TraceFileError
 from trine.tools.sources import read
+from trine.tools.text import format_ns, printable
+from trine.tools.tracing.rank_file import rank_file_name
 from trine.tools.tracing.reader import RankTrace, rank_files, read_rank_file
 
 __all__ = ["read_leftovers"]
+
+_APART_NS: Final = 10_000_000_000  # ranks of one job begin closer together
 
 
 def read_leftovers(path: Path) -> tuple[list[RankTrace], dict[str, str]]:
     """The recordings that can be read, and by file name why others cannot.
 
     A process that dies may leave an empty or damaged file. That is no reason to look at none.
+    One that dies early leaves the file of the run before in its place: it is passed over where
+    it had ended before others began, by the same clock.
 
     Raises:
         TraceFileError: if nothing can be read, or the files are not of one run.
     """
+    traces, unreadable = _read_all(path)
+    began: dict[str, int] = {}
+    for trace in traces:
+        header = trace.header
+        began[header.clock] = max(header.perf_counter_ns, began.get(header.clock, 0))
+    kept = []
+    for trace in traces:
+        before_ns = began[trace.header.clock] - _last_ns(trace)
+        if trace.end is None or before_ns <= _APART_NS:
+            kept.append(trace)
+        else:
+            name = rank_file_name(trace.header.rank)
+            unreadable[name] = (
+                f"{printable(str(path / name))} is of an earlier run: it ended "
+                f"{format_ns(before_ns)} before others began."
+            )
+    return kept, unreadable
+
+
+def _last_ns(trace: RankTrace) -> int:
+    """The last moment that a recording tells of."""
+    ends, began_ns = trace.events.end_ns, trace.header.perf_counter_ns
+    return max(began_ns, int(ends.max())) if len(ends) else began_ns
+
+
+def _read_all(path: Path) -> tuple[list[RankTrace], dict[str, str]]:
     try:
         return read(path), {}
     except TraceFileError:
