@@ -219,6 +219,16 @@ def test_a_name_longer_than_any_can_be_cannot_be_written(
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["report", "merge"])
+def test_the_name_of_what_was_written_cannot_steer_the_terminal(
+    run_folder: Path, tmp_path: Path, command: str
+) -> None:
+    result = trine("trace", command, run_folder, "--out", tmp_path / "a\u202eb")
+
+    assert result.exit_code == 0
+    assert r"a\u202eb: " in result.output
+
+
 @pytest.mark.parametrize("command", ["hang", "check"])
 def test_a_command_that_answers_by_its_status_has_another_where_nothing_can_be_read(
     run_folder: Path, tmp_path: Path, command: str

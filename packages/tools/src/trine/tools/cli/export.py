@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require, require_folder_of
+from trine.tools.text import printable
 
 __all__ = ["export", "merge"]
 
@@ -88,4 +89,6 @@ def _export(path: Path, form: str, out: Path, profiler: Path | None) -> None:
         write(traces, out)
     read, world_size = len(traces), traces[0].header.world_size
     ranks = f"{read}" if read == world_size else f"{read} of {world_size}"
-    click.echo(f"{out}: ranks {ranks}, {sum(len(trace.events) for trace in traces)} events")
+    click.echo(
+        f"{printable(str(out))}: ranks {ranks}, {sum(len(trace.events) for trace in traces)} events"
+    )

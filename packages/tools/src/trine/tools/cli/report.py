@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from trine.tools.cli.paths import TracePath, one_sentence_errors, require, require_folder_of
+from trine.tools.text import printable
 
 __all__ = ["report"]
 
@@ -38,4 +39,4 @@ def report(path: Path, out: Path, title: str | None) -> None:
         torch.set_num_threads(1)  # sorting gains nothing from more
         check_out(source_files(path), out, "report", "report.html")
         write_report(read(path), out, title or path.resolve().name)
-    click.echo(f"{out}: {out.stat().st_size / 1000:.0f} KB")
+    click.echo(f"{printable(str(out))}: {out.stat().st_size / 1000:.0f} KB")
