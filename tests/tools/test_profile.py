@@ -117,6 +117,20 @@ def test_a_recording_goes_on_after_one_within_it(tmp_path: Path) -> None:
     assert steps == [1, 3, 4]
 
 
+def test_a_recording_under_way_is_not_entered_again(tmp_path: Path) -> None:
+    running = profile(tmp_path)
+    with running:
+        loop(running, 2)
+        with pytest.raises(RuntimeError, match="is under way already"):
+            running.__enter__()
+        loop(running, 1)
+    assert [step for name, step in names(tmp_path) if name == "step"] == [0, 1, 2]
+
+    with running:
+        loop(running, 1)
+    assert len(names(tmp_path)) == 2
+
+
 def test_the_schedule_of_another_profiler_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="schedule is function; expected a trine"):
         profile(tmp_path, schedule=torch.profiler.schedule(wait=1, warmup=1, active=2))  # type: ignore[arg-type]  # what is tested

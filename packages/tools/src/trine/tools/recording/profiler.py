@@ -100,12 +100,18 @@ class Profile:
         self._clock: ClockServer | ClockClient | None = None
         self._sink: tracing.TraceSink | None = None
         self._nowhere = _Nowhere()
+        self._under_way = False
         self._steps = 0  # that have begun before the present one
         self._told: int | None = None  # the step that somebody gave to set_step last
         self._number = 0  # of the present step, as long as nobody tells
         self._began_ns = 0
 
     def __enter__(self) -> Self:
+        if self._under_way:
+            raise RuntimeError(
+                f"The recording to {self._directory} is under way already. Enter it once; give a "
+                "block within it a trine.tools.profile of its own, with another folder."
+            )
         rank, world_size = find_rank()
         try:
             self._recorder = Recorder(
@@ -120,6 +126,7 @@ class Profile:
         except (TraceFileError, RuntimeError) as error:  # no file, or no thread to be had
             _log.warning("%s Training goes on without it.", error)
             return self
+        self._under_way = True
         self._clock = exchange_clocks(self._directory, rank, world_size, self._recorder.add_reading)
         tracing.add_step_listener(self._on_step)
         if tracing.current_step() < 0:
@@ -139,6 +146,7 @@ class Profile:
     ) -> None:
         if self._recorder is None:
             return
+        self._under_way = False
         tracing.remove_step_listener(self._on_step)
         if self._memory is not None:
             self._memory.remove()
