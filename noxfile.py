@@ -134,9 +134,10 @@ def tests_torch(session: nox.Session, torch: str, backend: str) -> None:
 
 @nox.session(default=False, tags=["cpu"])
 def tests_grid(session: nox.Session) -> None:
-    """What tests_gloo leaves out: training like torch's over whole grids of settings, slow jobs."""
-    install(session, "distributed", groups=["test"])
-    session.run("pytest", "tests/distributed", "-m", "grid", *session.posargs, env=ONE_THREAD)
+    """What tests_gloo and together leave out: whole grids of settings against torch, slow jobs."""
+    install(session, *PACKAGES, groups=["test"])
+    folders = ["tests/distributed", "tests/together"]
+    session.run("pytest", *folders, "-m", "grid", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False, venv_backend="none", tags=["matrix"])
