@@ -38,12 +38,21 @@ class Net(nn.Module):
         return x
 
 
+def wait_until_written(path: Path, name: str) -> None:
+    """Return when an event of a new name is in the file, and so is all that was before it."""
+    deadline = time.monotonic() + 60
+    while name.encode() not in path.read_bytes():
+        assert time.monotonic() < deadline, f"{name!r} was not written within a minute"
+        time.sleep(0.01)
+
+
 def main(folder: Path, fault: str) -> None:
     """Train for five steps; rank 1 does something else in step 2."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     init_process_group("gloo", timeout=timedelta(seconds=10 if fault == "other" else 30))
-    tracing.add_sink(Recorder(folder, rank=rank, world_size=world_size))
+    recorder = Recorder(folder, rank=rank, world_size=world_size)
+    tracing.add_sink(recorder)
     torch.manual_seed(0)
     net = Net()
     for layer in net.layers:
@@ -59,7 +68,8 @@ def main(folder: Path, fault: str) -> None:
                     net.skipped = 1
                 else:
                     with tracing.span("evaluate"):
-                        time.sleep(1)  # the recorder writes what was before
+                        tracing.instant("evaluation begins")
+                        wait_until_written(recorder.path, "evaluation begins")
                     if fault == "leave":
                         break
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -33,7 +33,7 @@ from trine.tools.tracing.events import Events
 from trine.tools.tracing.lanes import lanes_of
 from trine.tools.tracing.protobuf import double, fixed64, integer, message, text, varint
 from trine.tools.tracing.reader import RankTrace
-from trine.tools.tracing.schema import KINDS
+from trine.tools.tracing.schema import KINDS, TEXT_COLUMNS
 from trine.tools.tracing.write import written_beside
 
 __all__ = ["write_perfetto"]
@@ -55,17 +55,7 @@ _CATEGORIES, _NAMES, _ANNOTATION_NAMES = 1, 2, 3
 _ROOT: Final = 1
 _PART: Final = 1 << 15
 _MAX_KNOWN: Final = 1 << 12
-_LABEL: Final = (
-    "kind",
-    "name",
-    "category",
-    "unit",
-    "group",
-    "operation",
-    "dtype",
-    "backend",
-    "stream",
-)
+_LABEL: Final = ("kind", *TEXT_COLUMNS)
 _FURTHER: Final = ("start_ns", "end_ns", "enqueue_ns", "step", "sequence", "nbytes", "args")
 _INSTANT_KIND, _ASYNC_KIND = KINDS.index("instant"), KINDS.index("async")
 _MAX_SEQUENCE: Final = (1 << 40) - 1

@@ -62,8 +62,7 @@ COLUMNS: Final[dict[str, str]] = {
 }
 """The fields of an event and the type code (of `array`) of each."""
 
-LABEL: Final = (
-    "kind",
+TEXT_COLUMNS: Final = (
     "name",
     "category",
     "unit",
@@ -72,8 +71,10 @@ LABEL: Final = (
     "dtype",
     "backend",
     "stream",
-    "thread",
 )
+"""Those that hold the place of a text in the recording's table of texts."""
+
+LABEL: Final = ("kind", *TEXT_COLUMNS, "thread")
 """Those in which few of a recording's events differ; each combination is stored once."""
 
 STORED: Final[dict[str, str]] = {
@@ -88,18 +89,6 @@ STORED: Final[dict[str, str]] = {
     "args": "i",
 }
 """What is stored for each event, in this order: the place of its label, and the others."""
-
-TEXT_COLUMNS: Final = (
-    "name",
-    "category",
-    "unit",
-    "group",
-    "operation",
-    "dtype",
-    "backend",
-    "stream",
-)
-"""Those that hold the place of a text in the recording's table of texts."""
 
 DTYPES: Final = {"B": torch.uint8, "i": torch.int32, "q": torch.int64, "d": torch.float64}
 
