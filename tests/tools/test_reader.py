@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import time
 import tracemalloc
 from collections.abc import Callable
 from itertools import accumulate
@@ -506,6 +507,19 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     (tmp_path / "trace-rank-copy.trine").write_bytes(path.read_bytes())
 
     with pytest.raises(TraceFileError, match="two traces of rank 0"):
+        read_traces(tmp_path)
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_file_that_an_earlier_run_of_the_same_size_has_left_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int
+) -> None:
+    write_rank_file(tmp_path, rank=old, world_size=2)
+    later_ns = time.perf_counter_ns() + 11_000_000_000
+    monkeypatch.setattr("trine.tools.tracing.environment.perf_counter_ns", lambda: later_ns)
+    write_rank_file(tmp_path, rank=1 - old, world_size=2)
+
+    with pytest.raises(TraceFileError, match=f"rank0000{old}.trine ended long before .*{1 - old}"):
         read_traces(tmp_path)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from trine.tools.errors import TraceFileError
 from trine.tools.sources import read
 from trine.tools.text import format_ns, printable
 from trine.tools.tracing.rank_file import rank_file_name
-from trine.tools.tracing.reader import RankTrace, rank_files, read_rank_file
+from trine.tools.tracing.reader import (
+    APART_NS,
+    RankTrace,
+    last_ns,
+    rank_files,
+    read_rank_file,
+)
 
 __all__ = ["read_leftovers"]
-
-_APART_NS: Final = 10_000_000_000  # ranks of one job begin closer together
 
 
 def read_leftovers(path: Path) -> tuple[list[RankTrace], dict[str, str]]:
@@ -33,8 +36,8 @@ def read_leftovers(path: Path) -> tuple[list[RankTrace], dict[str, str]]:
         began[header.clock] = max(header.perf_counter_ns, began.get(header.clock, 0))
     kept = []
     for trace in traces:
-        before_ns = began[trace.header.clock] - _last_ns(trace)
-        if trace.end is None or before_ns <= _APART_NS:
+        before_ns = began[trace.header.clock] - last_ns(trace)
+        if trace.end is None or before_ns <= APART_NS:
             kept.append(trace)
         else:
             name = rank_file_name(trace.header.rank)
@@ -43,12 +46,6 @@ def read_leftovers(path: Path) -> tuple[list[RankTrace], dict[str, str]]:
                 f"{format_ns(before_ns)} before others began."
             )
     return kept, unreadable
-
-
-def _last_ns(trace: RankTrace) -> int:
-    """The last moment that a recording tells of."""
-    ends, began_ns = trace.events.end_ns, trace.header.perf_counter_ns
-    return max(began_ns, int(ends.max())) if len(ends) else began_ns
 
 
 def _read_all(path: Path) -> tuple[list[RankTrace], dict[str, str]]:

@@ -20,15 +20,19 @@ from trine.tools.tracing.rank_file import MAX_HEAD_BYTES, Decoder
 from trine.tools.tracing.schema import ClockReading, End, Header
 
 __all__ = [
+    "APART_NS",
     "MAX_FILE_BYTES",
     "RankTrace",
     "each_trace",
+    "last_ns",
     "rank_files",
     "read_rank_file",
     "read_traces",
 ]
 
 MAX_FILE_BYTES: Final = 4 << 30
+APART_NS: Final = 10_000_000_000
+"""Ranks of one run begin to record before any of them has been done for so long."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ def each_trace(path: Path) -> Iterator[RankTrace]:
             "on, as a Recorder writes them."
         )
     names: dict[int, str] = {}
+    lives: list[_Life] = []
     of_run = -1
     for file in found:
         trace = read_rank_file(file)
@@ -99,7 +104,37 @@ def each_trace(path: Path) -> Iterator[RankTrace]:
                 "Keep the files of one run only."
             )
         names[rank], of_run = _name(file), world_size
+        lives.append(_Life(names[rank], trace))
+        for other in lives:
+            for first, second in ((other, lives[-1]), (lives[-1], other)):
+                if first.over_before(second):
+                    raise TraceFileError(
+                        f"{_name(path)} holds files of different runs: {first.name} ended long "
+                        f"before {second.name} began. Keep the files of one run only."
+                    )
         yield trace
+
+
+class _Life:
+    """From when to when a rank recorded, by its own clock."""
+
+    def __init__(self, name: str, trace: RankTrace) -> None:
+        self.name = name
+        self._clock = trace.header.clock
+        self._began_ns = trace.header.perf_counter_ns
+        self._ended_ns = None if trace.end is None else last_ns(trace)
+
+    def over_before(self, other: _Life) -> bool:
+        """Whether it ended so long before the other began that they are not of one run."""
+        if self._ended_ns is None or self._clock != other._clock:
+            return False
+        return other._began_ns - self._ended_ns > APART_NS
+
+
+def last_ns(trace: RankTrace) -> int:
+    """The last moment that a recording tells of."""
+    ends, began_ns = trace.events.end_ns, trace.header.perf_counter_ns
+    return max(began_ns, int(ends.max())) if len(ends) else began_ns
 
 
 def rank_files(path: Path) -> list[Path]:
