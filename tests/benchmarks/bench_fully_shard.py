@@ -1,10 +1,11 @@
-"""What a sharded step costs next to torch's own, in the same processes, against limits.
+"""What a sharded step costs next to torch's own, taking turns with it, against limits.
 
     python tests/benchmarks/bench_fully_shard.py [--pairs wrapper] [--cases small ...]
         [--rounds 8] [--also DDP ...]
 
 Two pairs: `fully_shard` and torch's FSDP2, our wrapper and torch's FSDP1. The contestants take
-turns step by step in one job, so that a busy machine slows all of them. CPU time counts all
+turns step by step, so that a busy machine slows all of them, each in processes of its own: in
+shared ones, either would find in the allocator what the other has just freed. CPU time counts all
 threads of all ranks; it is the figure to trust where cores are shared. Bytes are what the ranks
 wrote to their sockets, by the kernel's count. Peak memory is what torch's allocator had given
 out at most at once, with parameters, gradients, optimizer state and activations, in a step of
@@ -26,7 +27,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 # torch's profiler announces each start and stop on stderr unless told to be quiet; and its
@@ -38,6 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -54,6 +58,7 @@ from trine.distributed.fsdp import (
 from trine.distributed.testing import run_on_ranks
 
 VOCABULARY, LENGTH, BATCH = 2048, 128, 2
+_LONGEST_TURN = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -295,29 +300,83 @@ def _count_frees_of_all_threads() -> None:
         counts.value = True
 
 
-def measure(names: list[str], case: Case, rounds: int) -> dict[str, Row]:
-    """Runs on every rank: the contestants take turns for `rounds` after two to warm up."""
+@dataclass(frozen=True)
+class Turns:
+    """Whose step it is: one job of `ranks` after the other, and each rank when its job's turn is.
+
+    Attributes:
+        port: of a store on this machine that outlives the jobs.
+        ranks: of each job.
+    """
+
+    port: int
+    ranks: int
+
+    def store(self) -> TCPStore:
+        """To be connected to once by each rank."""
+        return TCPStore("127.0.0.1", self.port, is_master=False, timeout=_LONGEST_TURN)
+
+    def take(self, store: TCPStore, turn: int) -> None:
+        """Wait until all ranks have ended the turn before this one."""
+        if turn:
+            store.wait([f"ended {turn - 1}"])
+
+    def end(self, store: TCPStore, turn: int) -> None:
+        """Be done with this rank's part of a turn."""
+        if store.add(f"ranks done {turn}", 1) == self.ranks:
+            store.set(f"ended {turn}", "")
+
+
+def measure(name: str, position: int, of: int, turns: Turns, case: Case, rounds: int) -> Row:
+    """Runs on every rank: `rounds` after two to warm up, `of` contestants by turns.
+
+    Args:
+        name: which of the contestants.
+        position: its place among them.
+        of: how many there are.
+        turns: whose step it is.
+        case: what to train.
+        rounds: how many steps to measure.
+    """
     warnings.simplefilter("ignore")
+    store = turns.store()
     torch.manual_seed(0)
     original = Decoder(case.layers, case.width)
-    rows = {name: Row(peak_bytes(name, original, case)) for name in names}
-    trainings = {name: Training(name, original, case) for name in names}
+    turns.take(store, position)
+    row = Row(peak_bytes(name, original, case))
+    training = Training(name, original, case)
+    turns.end(store, position)
     for step in range(-2, rounds):
         tokens = _batch(step)
         # Whoever comes second finds the caches as the first has left them.
-        for name in names if step % 2 else reversed(names):
-            dist.barrier()
-            sent, wall, cpu = _sent_bytes(), time.perf_counter(), time.process_time()
-            loss = trainings[name].step(tokens)
-            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            sent = _sent_bytes() - sent
-            if step >= 0:
-                row = rows[name]
-                row.cpu_s.append(cpu)
-                row.wall_s.append(wall)
-                row.sent.append(sent)
-                row.losses.append(loss)
-    return rows
+        place = position if step % 2 else of - 1 - position
+        turn = (step + 3) * of + place
+        turns.take(store, turn)
+        dist.barrier()
+        sent, wall, cpu = _sent_bytes(), time.perf_counter(), time.process_time()
+        loss = training.step(tokens)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        sent = _sent_bytes() - sent
+        turns.end(store, turn)
+        if step >= 0:
+            row.cpu_s.append(cpu)
+            row.wall_s.append(wall)
+            row.sent.append(sent)
+            row.losses.append(loss)
+    return row
+
+
+def race(names: list[str], case: Case, rounds: int) -> dict[str, list[Row]]:
+    """The figures of each contestant, rank by rank; each is a job of its own."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    turns = Turns(server.port, case.ranks)
+
+    def job(position: int) -> list[Row]:
+        about = names[position], position, len(names), turns, case, rounds
+        return run_on_ranks(measure, case.ranks, *about, timeout_s=1800)
+
+    with ThreadPoolExecutor(len(names)) as jobs:
+        return dict(zip(names, jobs.map(job, range(len(names))), strict=True))
 
 
 @dataclass
@@ -340,13 +399,13 @@ class Figures:
         )
 
 
-def report(name: str, case: Case, pair: Pair, by_rank: list[dict[str, Row]]) -> list[str]:
+def report(name: str, case: Case, pair: Pair, rows: dict[str, list[Row]]) -> list[str]:
     """Print one line for each contestant; return the limits that ours has broken."""
     with torch.device("meta"):
         model = Decoder(case.layers, case.width)
     blocks = sum(param.numel() for param in model.blocks.parameters())
     least = case.least_bytes(blocks, sum(param.numel() for param in model.parameters()) - blocks)
-    figures = {who: Figures.of([rows[who] for rows in by_rank]) for who in by_rank[0]}
+    figures = {who: Figures.of(ranks) for who, ranks in rows.items()}
     base = figures[pair.reference]
     broken: list[str] = []
     for who, each in figures.items():
@@ -370,9 +429,9 @@ def report(name: str, case: Case, pair: Pair, by_rank: list[dict[str, Row]]) -> 
             broken.append(f"{name}: bytes {each.sent / base.sent:.3f}, limit {pair.bytes}")
         if round(peak, 2) > pair.peak:  # the limit has two digits
             broken.append(f"{name}: peak memory {peak:.3f}, limit {pair.peak}")
-    for rows in by_rank:
-        for who, row in rows.items():
-            for ours, theirs in zip(row.losses, rows[pair.reference].losses, strict=True):
+    for who, ranks in rows.items():
+        for row, reference in zip(ranks, rows[pair.reference], strict=True):
+            for ours, theirs in zip(row.losses, reference.losses, strict=True):
                 # bf16 has 8 bits.
                 allowed = 2**-8 * theirs if case.mixed else 1e-4
                 assert abs(ours - theirs) < allowed, f"{who} trains differently: {ours}, {theirs}"
@@ -406,8 +465,7 @@ def main() -> None:
         progress = f"({position + 1} of {len(chosen)}) measuring {pair.ours}, {name}"
         print(f"{progress}, {case.ranks} ranks", file=sys.stderr, flush=True)
         names = list(dict.fromkeys([pair.reference, pair.ours, *options.also]))
-        by_rank = run_on_ranks(measure, case.ranks, names, case, options.rounds, timeout_s=1800)
-        broken += report(name, case, pair, by_rank)
+        broken += report(name, case, pair, race(names, case, options.rounds))
     print("\n".join(f"OVER THE LIMIT {line}" for line in broken) or "all within the limits")
     sys.exit(bool(broken))
 
