@@ -41,6 +41,9 @@ OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for
 # Each rank computes in one thread. And torch asks the name server what each address is called
 # that it connects to; a server that drops a question would cost five seconds each time.
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
+# Most tests wait for ranks and processes that they have started, so two at once take half as long.
+# Those of a file stay together; `-- -n0` takes them one by one, as a debugger needs it.
+TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
 IN_A_JOB = "tests/distributed/under_mpiexec"
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -95,14 +98,14 @@ def repo(session: nox.Session) -> None:
 def tests_core(session: nox.Session) -> None:
     """trine-core alone, with nothing installed beside it but torch."""
     install(session, "core", groups=["test"])
-    session.run("pytest", "tests/core", *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, "tests/core", *session.posargs)
 
 
 @nox.session(tags=["cpu", "gpu"])
 def tests_tools(session: nox.Session) -> None:
     """trine-tools on core, without distributed."""
     install(session, "tools", groups=["test"])
-    session.run("pytest", "tests/tools", *session.posargs)
+    session.run("pytest", *TWO_AT_ONCE, "tests/tools", *session.posargs)
 
 
 @nox.session(tags=["cpu", "matrix"])
@@ -137,7 +140,8 @@ def tests_grid(session: nox.Session) -> None:
     """What tests_gloo and together leave out: whole grids of settings against torch, slow jobs."""
     install(session, *PACKAGES, groups=["test"])
     folders = ["tests/distributed", "tests/together"]
-    session.run("pytest", *folders, "-m", "grid", *session.posargs, env=ONE_THREAD)
+    options = [*TWO_AT_ONCE, *folders, "-m", "grid"]
+    session.run("pytest", *options, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False, venv_backend="none", tags=["matrix"])
@@ -151,7 +155,7 @@ def matrix(session: nox.Session) -> None:
 def together(session: nox.Session) -> None:
     """All three: the engine emits, tools record, the timeline and the table come out."""
     install(session, *PACKAGES, groups=["test"])
-    session.run("pytest", "tests/together", *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *TWO_AT_ONCE, "tests/together", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False, tags=["cpu"])
@@ -263,6 +267,8 @@ def run_tests(session: nox.Session, backend: str, torch: str = TORCH) -> None:
     if backend == "nccl":
         chosen += ["-m", "gpu or devices"]
     plugin = ["-p", "tests.matrix.plugin", f"--results={results}"]
+    if backend == "gloo":  # waiting ranks of MPI take a core each, and those of NCCL a GPU
+        plugin += TWO_AT_ONCE
     # pytest-mpi takes whatever has the keyword mpi, a parameter too, for one of its tests.
     runs = [["python", "-m", "pytest", "-p", "no:pytest_mpi", *plugin, *chosen, *session.posargs]]
     if over_mpi:

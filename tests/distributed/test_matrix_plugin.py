@@ -75,6 +75,27 @@ def test_tests_on_ranks_are_counted_and_noted_as_they_end(tmp_path: Path) -> Non
     assert noted[0] == {"collected": 2}
 
 
+def test_workers_count_together_what_each_has_run(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+
+    status, printed, noted = run_pytest(tmp_path, ON_RANKS, "-n", "2")
+
+    assert status == 1  # of the test that fails
+    assert "2 tests had ranks on gloo." in printed
+    ended = sorted((each["outcome"], each["ranks"]) for each in noted if "ranks" in each)
+    assert ended == [("failed", 1), ("failed", 1), ("passed", 2)]
+    assert [each for each in noted if "collected" in each] == [{"collected": 2}]
+
+
+def test_workers_that_run_nothing_on_ranks_fail_together(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+
+    status, printed, _ = run_pytest(tmp_path, WITHOUT_RANKS, "-n", "2")
+
+    assert status == pytest.ExitCode.TESTS_FAILED
+    assert "no test had ranks on gloo" in printed
+
+
 def test_a_run_without_ranks_on_the_backend_fails_and_says_so(tmp_path: Path) -> None:
     status, printed, noted = run_pytest(tmp_path, WITHOUT_RANKS)
 

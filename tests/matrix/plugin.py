@@ -3,7 +3,8 @@
 Loaded with `-p tests.matrix.plugin`. A run in which no test had ranks on its backend
 (`TRINE_TEST_BACKEND`) fails: tests that skip themselves must not pass for a backend that
 works. With `--results FILE` every test appends lines to that file as it starts and as it ends,
-so that nothing is lost when the process is ended in the middle.
+so that nothing is lost when the process is ended in the middle. With `-n` (pytest-xdist) the
+workers write, and hand their counts to the process that started them, which judges.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # An option of pytest-mpi, where that is installed: this process is a rank itself.
     is_rank = config.getoption("with_mpi", default=False)
     backend = os.environ.get("TRINE_TEST_BACKEND", "gloo")
-    counter = _Counter(backend, config.getoption("--results"), is_rank=is_rank)
+    counter = _Counter(config, backend, is_rank=is_rank)
     config.pluginmanager.register(counter, "tests-on-ranks")
 
 
@@ -51,14 +52,18 @@ class _Counter:
     """Counts the tests with ranks on a backend.
 
     Args:
+        config: of this process.
         backend: the one that the run is about.
-        file: where to write; None writes nothing.
         is_rank: whether this process is one rank of a job. The first rank then writes for
             all, and the others only what fails on them.
     """
 
-    def __init__(self, backend: str, file: Path | None, *, is_rank: bool) -> None:
-        self._backend, self._file = backend, file
+    def __init__(self, config: pytest.Config, backend: str, *, is_rank: bool) -> None:
+        self._backend, self._file = backend, config.getoption("--results")
+        # What pytest-xdist gives to its workers, and to nobody else.
+        worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+        self._worker = "" if worker is None else worker["workerid"]
+        self._has_workers = worker is None and bool(config.getoption("numprocesses", default=None))
         self._executed = 0
         self._outcome, self._seconds = "passed", 0.0
         self._patch = pytest.MonkeyPatch()
@@ -91,11 +96,13 @@ class _Counter:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note how many tests there will be."""
-        if self._writes_all:
+        if self._writes_all and self._worker in ("", "gw0"):  # each worker collects all
             self._write(collected=len(session.items))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
+        if self._has_workers:
+            return
         _launches.clear()
         self._outcome, self._seconds = "passed", 0.0
         if self._writes_all:
@@ -104,6 +111,8 @@ class _Counter:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A part of a test has ended: its setup, its call or its teardown."""
+        if self._has_workers:
+            return
         self._seconds += report.duration
         if report.outcome != "passed" and self._outcome != "failed":
             self._outcome = report.outcome
@@ -122,9 +131,16 @@ class _Counter:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Fail a run that proves nothing."""
         self._patch.undo()
-        if not self._executed and not session.config.option.collectonly:
+        if self._worker:
+            vars(session.config)["workeroutput"]["executed"] = self._executed
+        elif not self._executed and not session.config.option.collectonly:
             self._write(error=self._nothing())
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker has ended; one that was killed has counted for nothing."""
+        self._executed += getattr(node, "workeroutput", {}).get("executed", 0)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Say what was counted."""

@@ -20,8 +20,6 @@ from trine.core import tracing
 
 __all__ = ["BufferPool"]
 
-_SMALL_NBYTES = 64 * 2**10  # of all idle buffers, not worth a look at what was returned last
-
 
 @dataclass(eq=False, slots=True)
 class _Idle:
@@ -43,7 +41,7 @@ class BufferPool:
         keep_nbytes: how many bytes of idle buffers to keep; None for twice the larger of the
             last two that were returned, which lets gathering and reducing of equal layers
             overlap without a fresh allocation, and does not keep the one of a large layer
-            for all of the small ones that follow; but for 64 KiB at least.
+            for all of the small ones that follow.
 
     Attributes:
         lent_nbytes: bytes of the buffers that somebody has borrowed.
@@ -94,7 +92,7 @@ class BufferPool:
         self.lent_nbytes -= nbytes
         keep = self._keep_nbytes
         if keep is None:
-            keep = max(2 * max(nbytes, self._last_nbytes), _SMALL_NBYTES)
+            keep = 2 * max(nbytes, self._last_nbytes)
         self._last_nbytes = nbytes
         self._idle.append(_Idle(buffer, shape, numel, buffer.dtype, buffer.device, nbytes))
         self._idle_nbytes += nbytes

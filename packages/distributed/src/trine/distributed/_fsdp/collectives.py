@@ -404,13 +404,13 @@ class C10dComm(Comm):
         """The backend's all-gather."""
         if not shard.numel():
             return Pending([])
-        return Pending([_all_gather_single(out, shard, group=self.group, async_op=True)])
+        return Pending([_all_gather_single(out.view(-1), shard, group=self.group, async_op=True)])
 
     def reduce_scatter(self, rows: Tensor) -> PendingReduce:
         """The backend's reduce-scatter."""
         result = self.pool.acquire((rows.shape[1],), rows.dtype, rows.device)
         op = dist.ReduceOp.AVG if self.averages else dist.ReduceOp.SUM
-        work = _reduce_scatter_single(result, rows, op=op, group=self.group, async_op=True)
+        work = _reduce_scatter_single(result, rows.view(-1), op=op, group=self.group, async_op=True)
         times = float(self.world_size) if self.averages else 1.0
         return SummedElsewhere(Pending([work]), result, rows, times, self.pool)
 

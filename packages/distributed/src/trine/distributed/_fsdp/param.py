@@ -411,9 +411,8 @@ class ShardedParam:
         """Forget the whole gradient accumulated on this rank."""
         self.awaits_reduction = False
         self._kept_grad = None
-        unsharded = self.unsharded
-        if unsharded is not None and unsharded.grad is not None:
-            unsharded.grad = None
+        if self.unsharded is not None:
+            self.unsharded.grad = None
 
     def take_grad(self) -> Tensor | None:
         """The whole gradient accumulated on this rank, which then is forgotten."""

@@ -536,13 +536,10 @@ class ParamGroup:
         self._reducer.drop()
         for param in self.params:
             param.drop_grad()
-            grad = param.sharded.grad
-            if grad is None:
-                continue
             if set_to_none:
                 param.sharded.grad = None
-            else:
-                grad.zero_()
+            elif param.sharded.grad is not None:
+                param.sharded.grad.zero_()
         self._tell_memory(grads=True)
 
     def reset(self) -> None:
