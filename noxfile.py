@@ -38,12 +38,12 @@ PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 PACKAGES = {"core": ("core",), "distributed": ("core", "distributed"), "tools": ("core", "tools")}
 TORCH = os.environ.get("TRINE_TORCH", "2.13.0")
 OTHER_TORCHES = ("2.11.0", "2.12.1", "2.14.1")  # what else the packages ask for, to be tried
-# Each rank computes in one thread. And torch asks the name server what each address is called
-# that it connects to; a server that drops a question would cost five seconds each time.
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # Most tests wait for ranks and processes that they have started, so two at once take half as long.
 # Those of a file stay together; `-- -n0` takes them one by one, as a debugger needs it.
 TWO_AT_ONCE = ("-n", "2", "--dist", "loadfile")
+# Each rank computes in one thread. And torch asks the name server what each address is called
+# that it connects to; a server that drops a question would cost five seconds each time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1"}
 IN_A_JOB = "tests/distributed/under_mpiexec"
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -52,6 +52,9 @@ MATRIX = [
     *((backend, TORCH) for backend in ("gloo", *MPIS, "nccl")),
     *((backend, torch) for torch in OTHER_TORCHES for backend in ("gloo", *MPIS)),
 ]
+
+# Without bytecode every process that a test starts compiles all of torch anew, for two seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Torch comes as one wheel per accelerator, and the package index alone gives
 # Linux the CUDA one. A folder of wheels that pip was given is given to uv too;
@@ -155,7 +158,9 @@ def matrix(session: nox.Session) -> None:
 def together(session: nox.Session) -> None:
     """All three: the engine emits, tools record, the timeline and the table come out."""
     install(session, *PACKAGES, groups=["test"])
-    session.run("pytest", *TWO_AT_ONCE, "tests/together", *session.posargs, env=ONE_THREAD)
+    # Half of the time goes to one file, and no test shares a fixture with its neighbours.
+    options = [*TWO_AT_ONCE, "--dist", "worksteal"]
+    session.run("pytest", *options, "tests/together", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False, tags=["cpu"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,9 +50,18 @@ def running(
                 os.killpg(program.pid, signal.SIGKILL)
 
 
-def living_processes(session: int) -> list[str]:
-    """The commands of a session's processes, without those that only wait to be reaped."""
+def living_processes(session: int, seconds: float = 1.0) -> list[str]:
+    """The commands of a session's processes, without those that only wait to be reaped.
+
+    A process that ends closes its files first, by which a test may know of its end: only what
+    is there after so many seconds still counts.
+    """
     command = ["ps", "-A", "-o", "sess=,stat=,pid=,args="]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
-    return [args for sess, stat, args in rows if sess == str(session) and stat[0] != "Z"]
+    deadline = time.monotonic() + seconds
+    while True:
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+        found = [args for sess, stat, args in rows if sess == str(session) and stat[0] != "Z"]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
