@@ -26,6 +26,7 @@ from trine.core.batches import tensors_of
 from trine.distributed._fsdp import root
 from trine.distributed._fsdp.precision import cast_floating
 from trine.distributed._fsdp.schedule import Schedule
+from trine.distributed._fsdp.showing import show_shards
 from trine.distributed._fsdp.state import FSDPState
 from trine.distributed._fsdp.state_dict import localize
 from trine.distributed._fsdp.torch_internals import (
@@ -61,7 +62,7 @@ def watch_state_dicts(state: FSDPState) -> None:
     # keys have reached them as they are there, after what wrappers in between have renamed.
     for owner in _owners(state):
         owner.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch's own
-            partial(_show_sharded, state)
+            partial(_before_state_dict, state)
         )
         owner.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]  # torch's own
             partial(_before_load, state)
@@ -234,10 +235,9 @@ def _owners(state: FSDPState) -> list[nn.Module]:
     return list(dict.fromkeys(slot.module for slot in slots))
 
 
-def _show_sharded(state: FSDPState, *_: object) -> None:
-    """State dicts hold the sharded parameters, whatever the module computes with now."""
-    for group in state.groups:
-        group.reshard()
+def _before_state_dict(state: FSDPState, *_: object) -> None:
+    """State dicts hold the sharded parameters, also where whole ones are left in the slots."""
+    show_shards(state, "state_dict")
 
 
 def _before_load(
@@ -252,6 +252,6 @@ def _before_load(
     errors: list[str],
 ) -> None:
     """Values are loaded into the sharded parameters, and may be whole or sharded otherwise."""
-    _show_sharded(state)
+    show_shards(state, "load_state_dict")
     assign = metadata.get("assign_to_params_buffers", False)
     localize(module, values, prefix, assign=assign, errors=errors)

@@ -14,6 +14,7 @@ from trine.distributed._fsdp.custom_comm import AllGather, ReduceScatter, check_
 from trine.distributed._fsdp.finite import FiniteCheck
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.root import schedule_of
+from trine.distributed._fsdp.showing import show_shards
 from trine.distributed._fsdp.state import FSDPState, state_of
 
 __all__ = ["FSDPModule", "UnshardHandle", "drop_grads", "sharded_class"]
@@ -64,9 +65,12 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free this module's own whole parameters and show the sharded ones."""
-        for group in _state(self).groups:
-            group.reshard()
+        """Free this module's own whole parameters and show the sharded ones.
+
+        Raises:
+            RuntimeError: inside the module's own forward or backward.
+        """
+        show_shards(_state(self), "reshard")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether the end of the next backward waits for all reductions.

@@ -435,6 +435,11 @@ class ParamGroup:
             self._memory.tell(self.comm.pool, self._flat.nbytes, whole, grads=grads)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the whole parameters are in the slots."""
+        return self._holds is _Storage.WHOLE
+
+    @property
     def is_lent(self) -> bool:
         """Whether the slots are somebody else's; see `lend`."""
         return self._holds is _Storage.LENT

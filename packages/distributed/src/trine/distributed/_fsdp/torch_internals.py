@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import repeat
 from operator import attrgetter, is_
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "exchange_collected",
     "function_of_policy",
     "hooked",
+    "in_forward",
     "local_tensor",
     "module_parameters",
     "nbytes_here",
@@ -71,6 +73,24 @@ def backward_running() -> int:
     """
     ask = getattr(torch._C, "_current_graph_task_id", None)
     return 0 if ask is None else int(ask())
+
+
+def in_forward(modules: Sequence[nn.Module]) -> bool:
+    """Whether some thread is inside a call of one of `modules`.
+
+    A hook that has counted calls would go on counting those that Ctrl-C has ended, since torch
+    runs no hook then. Without the frame of torch's method: never, and what asks is not refused.
+    """
+    for frame in sys._current_frames().values():
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code is _CALL_IMPL and caller.f_locals.get("self") in modules:
+                return True
+            caller = caller.f_back
+    return False
+
+
+_CALL_IMPL = getattr(getattr(nn.Module, "_call_impl", None), "__code__", None)
 
 
 def transforming() -> bool:

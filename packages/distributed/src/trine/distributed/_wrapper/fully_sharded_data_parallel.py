@@ -24,6 +24,7 @@ from trine.distributed._fsdp.module import drop_grads
 from trine.distributed._fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from trine.distributed._fsdp.precision import cast_floating
 from trine.distributed._fsdp.root import is_root, schedule_of
+from trine.distributed._fsdp.showing import show_shards
 from trine.distributed._fsdp.state import WRAPPED, FSDPState, plain_name, state_of
 from trine.distributed._wrapper import options, preparation, state_dicts
 from trine.distributed._wrapper.auto_wrap import Apart, auto_wrap
@@ -381,8 +382,7 @@ class FullyShardedDataParallel(SavesState):
     def _apply(self: M, fn: Callable[..., Any], recurse: bool = True) -> M:
         # What is whole at the moment is derived from the shards, which are to be changed.
         for state in _states(self):
-            for group in state.groups:
-                group.reshard()
+            show_shards(state, "to, or a method like it,")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
         return self
 
@@ -418,10 +418,12 @@ class FullyShardedDataParallel(SavesState):
         Returns:
             The norm before clipping, the same on every rank; see `clip_grad_norm_` of
             `trine.distributed.fsdp`.
+
+        Raises:
+            RuntimeError: inside forward or backward.
         """
         for state in _states(self):
-            for group in state.groups:
-                group.reshard()  # whole parameters have no gradients
+            show_shards(state, "clip_grad_norm_")  # whole parameters have no gradients
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., object]) -> None:

@@ -28,7 +28,7 @@ from trine.distributed._fsdp.labels import transfers_for
 from trine.distributed._fsdp.param import ShardedParam, attributes_of
 from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.root import schedule_of
-from trine.distributed._fsdp.schedule import Phase
+from trine.distributed._fsdp.showing import computing
 from trine.distributed._fsdp.state import FSDPState
 from trine.distributed._fsdp.torch_internals import (
     backward_running,
@@ -271,7 +271,7 @@ def _refuse_if_busy(states: Sequence[FSDPState]) -> None:
                     f"the parameters of {state.name}. {advice}"
                 )
             schedule.reset()  # the last backward raised and never ended
-        if any(schedule.phase_of(group) is Phase.FORWARD for group in state.groups):
+        if computing(state) is not None:
             raise RuntimeError(
                 f"summon_full_params was entered inside the forward of {state.name}, which is "
                 f"computing with its parameters. {advice}"
