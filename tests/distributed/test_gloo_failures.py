@@ -26,7 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import faulty
 from trine.distributed import testing
-from trine.distributed.fsdp import CommError, RanksDisagree, fully_shard
+from trine.distributed.fsdp import (
+    CommError,
+    FullyShardedDataParallel,
+    RanksDisagree,
+    fully_shard,
+)
+from trine.distributed.ledger import ledgers
 
 TIMEOUT_S = 5
 START_S = 90  # for Python to import torch on all ranks of a busy machine
@@ -320,3 +326,82 @@ def change_everywhere() -> tuple[Tensor, Tensor]:
 def test_the_same_change_on_all_ranks_goes_on() -> None:
     for ours, whole in testing.run_on_ranks(change_everywhere, 2):
         torch.testing.assert_close(ours, whole)
+
+
+# --- what one rank does alone --------------------------------------------------------------
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+
+
+def infer(model: nn.Module) -> None:
+    with torch.inference_mode():
+        model(torch.ones(2, 8))
+
+
+def look_at_whole(model: nn.Module) -> None:
+    with FullyShardedDataParallel.summon_full_params(model):
+        pass
+
+
+def go_on_training(model: nn.Module) -> None:
+    train(model)
+
+
+def alone_on_one_rank(call: Callable[[nn.Module], None], train_first: bool) -> str:
+    model = net()
+    train(model)
+    evaluate(model)
+    if train_first:
+        train(model)
+    for group in ledgers().values():
+        group._trusted_until = 0  # as if thousands of collectives had gone by
+    if dist.get_rank() == 1:
+        with pytest.raises(RanksDisagree) as disagreement:
+            call(model)
+        return str(disagreement.value)
+    try:
+        for _ in range(3):
+            (train_some_steps if train_first else evaluate)(model)
+    except (CommError, RanksDisagree) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("call", "train_first", "does", "advice"),
+    [
+        (evaluate, True, r"all_gather of \S+ \(\d+ elements of float32\), without", "evaluate and"),
+        (infer, True, r"all_gather of \S+ \(\d+ elements of float32\), without", "evaluate and"),
+        (look_at_whole, True, r"all_gather of 0.weight \(64 elements", "every rank must enter"),
+        (look_at_whole, False, r"all_gather of 0.weight \(64 elements", "every rank must enter"),
+        (go_on_training, False, r"all_gather of \S+ \(\d+ elements of float32\)\n", "evaluate and"),
+    ],
+)
+def test_what_one_rank_does_alone_is_an_error_of_python_before_gloo_sees_it(
+    call: Callable[[nn.Module], None], train_first: bool, does: str, advice: str
+) -> None:
+    waits, alone = testing.run_on_ranks(alone_on_one_rank, 2, call, train_first)
+
+    assert re.search(rf"rank 1: {does}", alone), alone
+    assert advice in alone
+    assert "rank 0" in waits, waits
+
+
+def all_ranks_turn() -> None:
+    model = net()
+    for _ in range(3):
+        train(model)
+        with FullyShardedDataParallel.summon_full_params(model):
+            (w1, b1), (w2, b2) = (list(layer.parameters()) for layer in model)
+            expected = (torch.ones(2, 8) @ w1.T + b1) @ w2.T + b2
+        for group in ledgers().values():
+            group._trusted_until = 0
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.ones(2, 8)), expected)
+
+
+def test_all_ranks_turn_and_look_together() -> None:
+    testing.run_on_ranks(all_ranks_turn, 2)

@@ -177,7 +177,7 @@ def test_mismatches_are_told_as_the_page_says(
     page = "docs/howto/find-a-mismatch.md"
     text = (ROOT / page).read_text(encoding="utf-8")
 
-    for number, debug in enumerate(("0", "1", "0")):
+    for number, debug in enumerate(("0", "1", "0", "0")):
         monkeypatch.setenv("TRINE_DEBUG", debug)
         printed = run(tmp_path, program(page, number))
 

@@ -19,6 +19,7 @@ Entry = tuple[str, str, str, int, torch.dtype]
 """The name of the group, what is done, whose it is, and what it moves: elements and dtype."""
 
 _REMEMBERED = 64  # collectives; ranks get no further apart while one waits for another
+_TRUSTED = 10_000  # collectives after ranks have compared, which takes up to 30 ms
 
 
 class Ledger:
@@ -36,11 +37,16 @@ class Ledger:
         broken: which collective failed, and why; None while all is well. The ranks of the
             group may be out of step then, and what they send may land in another tensor.
         told_step: the step in which the tracing seam was last told who belongs to the group.
+        doubt: why other ranks may not be about to do the same, and what to do then; they are to
+            be asked before the next collective. None if nothing speaks against it.
     """
 
     __slots__ = (
         "_entries",
+        "_trusted_until",
+        "_without_grad",
         "broken",
+        "doubt",
         "name",
         "number",
         "rank",
@@ -57,25 +63,59 @@ class Ledger:
         self.number = 0
         self.broken: str | None = None
         self.told_step = -1
-        self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
+        self.doubt: str | None = None
+        self._trusted_until = 0
+        self._without_grad = False
+        self._entries: deque[tuple[Entry, bool]] = deque(maxlen=_REMEMBERED)
 
     def note(self, what: str, unit: str, buffer: Tensor) -> Entry:
         """Count a collective that is about to start."""
         self.number += 1
         entry = (self.name, what, unit, buffer.numel(), buffer.dtype)
-        self._entries.append(entry)
+        self._entries.append((entry, self._without_grad))
         return entry
+
+    def turn(self, *, without_grad: bool) -> None:
+        """A model is about to run forward; its first collective after a turn is in doubt.
+
+        A program that evaluates on one rank alone goes astray here.
+
+        Args:
+            without_grad: whether no backward can follow.
+        """
+        if without_grad is self._without_grad:
+            return
+        self._without_grad = without_grad
+        # Not by a clock: where only some of the ranks ask, the answers take a second.
+        if self.number >= self._trusted_until:
+            turn = "from training to a forward without gradients"
+            if not without_grad:
+                turn = "from a forward without gradients to training"
+            self.doubt = (
+                f"Rank {self.rank} has just turned {turn}. What gathers parameters is done by all "
+                "ranks together: evaluate and generate on every rank, also where one rank alone "
+                "uses the result."
+            )
+
+    def trust(self) -> None:
+        """The ranks have compared what they do, and it was the same.
+
+        In the beginning, where mistakes show, they do so again when they have made as many
+        collectives once more.
+        """
+        self._trusted_until = self.number + min(self.number, _TRUSTED)
 
     def recent(self) -> dict[int, str]:
         """The collectives started last, in words, by their numbers."""
         entries, number = list(self._entries), self.number
         first = number - len(entries) + 1
-        return {first + place: _words(entry) for place, entry in enumerate(entries)}
+        return {first + place: _words(*each) for place, each in enumerate(entries)}
 
 
-def _words(entry: Entry) -> str:
+def _words(entry: Entry, without_grad: bool) -> str:
     _, what, unit, numel, dtype = entry
-    return f"{what} of {unit} ({numel} elements of {str(dtype).removeprefix('torch.')})"
+    words = f"{what} of {unit} ({numel} elements of {str(dtype).removeprefix('torch.')})"
+    return f"{words}, without gradients" if without_grad else words
 
 
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()

@@ -173,11 +173,15 @@ def _different(recent: Mapping[int, Mapping[int, str]]) -> list[str]:
     return []
 
 
-def confirm(ledger: Ledger) -> None:
-    """Make sure that all ranks of a group move as much in the collective noted last.
+def confirm(ledger: Ledger, doubt: str) -> None:
+    """Make sure that all ranks of a group do the same as the collective noted last.
 
-    For one that moves more or less than it did before on this rank: where ranks disagree about
-    a size gloo ends the process, in C++, and MPICH says nothing and leaves wrong numbers.
+    Where they do not agree about a size gloo ends the process, in C++, and MPICH says nothing
+    and leaves wrong numbers.
+
+    Args:
+        ledger: of the group.
+        doubt: why this rank asks, and what to do if they disagree.
 
     Raises:
         RanksDisagree: if one does something else.
@@ -194,11 +198,8 @@ def confirm(ledger: Ledger) -> None:
         ledger.broken = f"{ledger.recent()[number]} (#{number}) could not start: {why}"
         raise CommError(f"{ledger.recent()[number]} ({this}) cannot start: {why}.\n{_MEND}")
     if len(set(doing.values())) == 1:
+        ledger.trust()
         return
     lines = "".join(f"\n  rank {rank}: {words}" for rank, words in sorted(doing.items()))
     ledger.broken = f"ranks were about to do different things (#{number}):{lines}\n"
-    raise RanksDisagree(
-        f"Ranks are about to do different things ({this}):{lines}\nOn rank {ledger.rank} this "
-        "moves more or less than it did before: a parameter was frozen, unfrozen, cast or loaded "
-        "there. Do the same on every rank, at the same place of the program."
-    )
+    raise RanksDisagree(f"Ranks are about to do different things ({this}):{lines}\n{doubt}")

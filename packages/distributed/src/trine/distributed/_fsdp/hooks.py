@@ -107,9 +107,13 @@ def _pre_forward(
     if schedule.in_backward and backward_running() == -1:
         schedule.reset()  # the last backward raised and never ended
     part = state.modules.index(module)
+    without_grad = not torch.is_grad_enabled()
     with outside_transforms(), torch.no_grad():
         if part == 0 and root.is_root(state):
             schedule.begin_forward()
+            if not schedule.in_backward:
+                for ledger in state.ledgers:
+                    ledger.turn(without_grad=without_grad)
         begins = [schedule.pre_forward(group, part) for group in state.groups]
     policy = state.policy
     if policy.param_dtype is not None and policy.cast_forward_inputs:

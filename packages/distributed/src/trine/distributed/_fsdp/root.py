@@ -88,6 +88,8 @@ def _initialize(root: FSDPState) -> Schedule:
         for group in state.groups:
             group.use_pool(pool)
             schedule.add(group, state.settings, is_root=state is root, parts=len(state.modules))
+    ledgers = [group.comm.ledger for _, state in below for group in state.groups]
+    root.ledgers = tuple(dict.fromkeys(ledger for ledger in ledgers if ledger is not None))
     settings = [state.reduce_settings for _, state in below]
     schedule.free_idle = pool.free_idle
     schedule.after_backward = partial(_check_finite, settings, root.axes)

@@ -10,6 +10,7 @@ from trine.distributed._fsdp.param_group import ParamGroup
 from trine.distributed._fsdp.policies import MixedPrecisionPolicy
 from trine.distributed._fsdp.reducer import ReduceSettings
 from trine.distributed._fsdp.schedule import Schedule, UnitSettings
+from trine.distributed.ledger import Ledger
 from trine.distributed.mesh import MeshAxes
 
 __all__ = ["WRAPPED", "FSDPState", "plain_name", "saved_name", "set_state", "state_of"]
@@ -36,6 +37,7 @@ class FSDPState:
         reduce_settings: what the user set for their reductions.
         name: full name under the root; "(root)" for the root, and until a root is known.
         schedule: who orders its groups; None until the first forward.
+        ledgers: of a root, those of all groups below it.
     """
 
     modules: tuple[nn.Module, ...]
@@ -46,6 +48,7 @@ class FSDPState:
     reduce_settings: ReduceSettings
     name: str = "(root)"
     schedule: Schedule | None = None
+    ledgers: tuple[Ledger, ...] = ()
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

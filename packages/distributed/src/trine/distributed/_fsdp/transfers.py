@@ -82,7 +82,7 @@ class Transfers:
                 raise refused(transfer.name, self.unit, ledger)
             entry = ledger.note(transfer.name, self.unit, buffer)
             transfer.number = ledger.number
-            if entry not in self._known:
+            if ledger.doubt is not None or entry not in self._known:
                 self._check(entry, ledger)
         if tracing.enabled:
             transfer.report = report_begin(
@@ -92,10 +92,18 @@ class Transfers:
             return self.guard(transfer, call)
 
     def _check(self, entry: Entry, ledger: Ledger) -> None:
-        """Compare sizes with the other ranks where this one's has changed."""
+        """Compare with the other ranks what this one is about to do, where that is in doubt."""
+        doubt, ledger.doubt = ledger.doubt, None
         # What is moved first was compared at the first forward.
-        if any(known[:3] == entry[:3] for known in self._known):
-            confirm(ledger)
+        others = any(known[:3] == entry[:3] for known in self._known)
+        if doubt is None and entry not in self._known and others:
+            doubt = (
+                f"On rank {ledger.rank} this moves more or less than it did before: a parameter "
+                "was frozen, unfrozen, cast or loaded there. Do the same on every rank, at the "
+                "same place of the program."
+            )
+        if doubt is not None:
+            confirm(ledger, doubt)
         self._known.add(entry)
 
     def guard(self, transfer: Transfer, call: Callable[[], T]) -> T:

@@ -40,6 +40,11 @@ from trine.distributed.mesh import MeshAxes
 
 __all__ = ["whole_params"]
 
+_ALONE = (
+    "One of them enters summon_full_params, which gathers parameters: every rank must enter it, "
+    "also where one rank alone uses them (rank0_only=True shows them there only)."
+)
+
 
 @contextmanager
 def whole_params(
@@ -96,6 +101,9 @@ class _Block:
                     for group in state.groups:
                         group.lend()
                         self._lent.append(group)
+                for ledger in {group.comm.ledger for group in self._lent}:
+                    if ledger is not None:
+                        ledger.doubt = _ALONE
                 for group in self._lent:
                     for param in group.params:
                         self._shown.append(self._gathered(param, group))
