@@ -191,6 +191,18 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, baseline: Path
         assert said in result.output
 
 
+def test_a_run_of_which_a_rank_is_missing_is_refused(tmp_path: Path, baseline: Path) -> None:
+    folder = write_run(tmp_path / "run", train())
+    (file,) = folder.glob("*00001*")
+    file.unlink()
+
+    result = trine(folder, "--baseline", baseline)
+
+    assert result.exit_code == 2
+    assert "The baseline is the mean of 2 ranks, the run of 1 (of 2)" in result.output
+    assert trine(folder, "--baseline", folder).exit_code == 0  # one rank of each
+
+
 def test_a_baseline_of_another_version_is_refused(tmp_path: Path, baseline: Path) -> None:
     old = summary_file(tmp_path / "old.json", version=1)
 

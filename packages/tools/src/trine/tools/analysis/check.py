@@ -92,6 +92,12 @@ def check(run: Measured, baseline: Measured, limits: Mapping[str, float]) -> Che
                 f"{what} has {steps} steps, too few to compare: record at least {FEWEST_STEPS}, "
                 "better 30, after those that warm up."
             )
+    if run.ranks != baseline.ranks:
+        raise NotComparableError(
+            f"The baseline is the mean of {baseline.ranks} ranks, the run of {run.ranks} (of "
+            f"{run.world_size}): the files of the others are missing, or hold no steps. Record "
+            "the same ranks of both."
+        )
     missing = [name for name in limits if name not in baseline.parts or name not in run.parts]
     if missing:
         known = ", ".join(name for name in baseline.parts if name in run.parts)
