@@ -61,6 +61,23 @@ def test_readings_at_the_start_and_the_end_are_right_within_their_error(tmp_path
     assert not list(tmp_path.iterdir())
 
 
+def test_an_answer_that_came_too_late_does_not_cost_the_last_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_exchange, "_BURST_S", 0.0)  # all answers but the first are late
+    server = ClockServer(tmp_path)
+    readings: list[ClockReading] = []
+    client = ClockClient(tmp_path, readings.append)
+    deadline = monotonic() + 60
+    while not readings and monotonic() < deadline:
+        sleep(0.001)
+
+    client.close(60)
+    server.close(60)
+
+    assert len(readings) == 2
+
+
 def test_a_rank_whose_rank_0_never_comes_is_not_held_up(tmp_path: Path) -> None:
     readings: list[ClockReading] = []
     client = ClockClient(tmp_path, readings.append)
