@@ -390,6 +390,41 @@ def test_what_one_rank_does_alone_is_an_error_of_python_before_gloo_sees_it(
     assert "rank 0" in waits, waits
 
 
+def evaluate_when_the_other_has_gone() -> None:
+    model = net()
+    train(model)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    begun = time.monotonic()
+    with pytest.raises(CommError, match="rank 1 did not answer: ended") as failure:
+        evaluate(model)
+    # Long before the timeout: its thread answers once a second, and is given five.
+    assert time.monotonic() - begun < 20
+    raise ValueError(str(failure.value))
+
+
+def test_a_rank_that_has_gone_is_not_waited_for_before_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trine.distributed._launch._GRACE_S", 30.0)
+
+    with pytest.raises(testing.RanksFailed, match="failed on rank 0 of 2"):
+        testing.run_on_ranks(evaluate_when_the_other_has_gone, 2)
+
+
+def come_late_to_a_turn() -> None:
+    model = net()
+    train(model)
+    if dist.get_rank() == 1:
+        time.sleep(8)  # longer than a silent rank is given, and its thread answers meanwhile
+    evaluate(model)
+    train(model)
+
+
+def test_a_rank_that_is_late_at_a_turn_is_waited_for() -> None:
+    testing.run_on_ranks(come_late_to_a_turn, 2)
+
+
 def all_ranks_turn() -> None:
     model = net()
     for _ in range(3):

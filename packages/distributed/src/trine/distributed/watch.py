@@ -37,6 +37,7 @@ _BUSY_LOOK_S = 0.02  # during a roll call of up to eight ranks
 _ROLL_CALL_S = 2.0  # for ranks to answer: their threads look once a second
 _ANSWER_S = 0.5  # for this process's own thread beyond that
 _GRACE_S = 3.0  # for a program to notice by itself that another one has raised
+_SILENT_S = 5.0  # after which one whose thread should look once a second counts as gone
 _LONGEST_ERROR = 300  # characters of it, for the other ranks
 _LEAVE_S = 1.0  # for the thread to end
 _MOST_RANKS = 256  # two connections from each to one process, which may have a thousand files
@@ -87,11 +88,21 @@ class _Question:
     words: str
     asked: bool = False
     answers: dict[int, str] = field(default_factory=dict)
+    signs: dict[int, tuple[int, float]] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
 
     def key(self, rank: int) -> str:
         """Where a rank's answer stands in the store."""
         return _answer_key(self.group, self.number, rank)
+
+    def note_sign(self, rank: int, count: int) -> None:
+        """A rank that has not come there has given so many signs of life, once a second."""
+        now = time.monotonic()
+        last, at = self.signs.setdefault(rank, (count, now))
+        if count != last:
+            self.signs[rank] = (count, now)
+        elif now - at > _SILENT_S:
+            self.over.set()
 
 
 @dataclass(frozen=True)
@@ -191,23 +202,22 @@ class Watch:
             number: of the collective, which this rank has noted.
 
         Returns:
-            Words for what each does, as soon as all are known or one differs; None if the store
-            is gone, a rank has ended, or one does not come within the timeout of the store.
+            Words for what each does, as soon as all are known or one differs. None if a rank
+            has raised, or does not come within the timeout of the store. Only this rank's, if
+            another is silent: gone, or out of reach; the collective itself will tell.
         """
         others = [rank for rank in ledger.ranks if rank != self._rank]
         question = _Question(ledger.name, number, others, ledger.recent()[number])
         self._question = question
         self._wake.set()
         deadline = time.monotonic() + self._timeout_s
-        while not question.over.wait(_BUSY_LOOK_S):
-            gone = self.notice() is not None or not self._thread.is_alive()
-            if gone or time.monotonic() > deadline:
-                break
+        # Without the thread nobody can be asked: the store is gone.
+        while not question.over.wait(_BUSY_LOOK_S) and self._thread.is_alive():
+            if self.notice() is not None or time.monotonic() > deadline:
+                self._question = None
+                return None
         self._question = None
-        known = question.answers
-        if len(known) < len(others) and set(known.values()) <= {question.words}:
-            return None
-        return known | {self._rank: question.words}
+        return question.answers | {self._rank: question.words}
 
     def notice(self) -> str | None:
         """See `raised`; the program goes its own way then, and is not ended."""
@@ -346,8 +356,12 @@ class Watch:
             store.add("trine/news", 1)
         if question is not None:
             for rank in question.ranks:
-                if rank not in question.answers and store.check([question.key(rank)]):
+                if rank in question.answers:
+                    continue
+                if store.check([question.key(rank)]):
                     question.answers[rank] = store.get(question.key(rank)).decode()
+                else:
+                    question.note_sign(rank, store.add(f"{question.key(rank)}/here", 0))
             differ = set(question.answers.values()) - {question.words}
             if differ or len(question.answers) == len(question.ranks):
                 question.over.set()
@@ -355,6 +369,7 @@ class Watch:
         for group, number in list(self._to_answer):
             ledger = found.get(group)
             if ledger is not None and ledger.number < number:
+                store.add(f"{_answer_key(group, number, self._rank)}/here", 1)
                 continue
             self._to_answer.remove((group, number))
             if ledger is not None and number in (recent := ledger.recent()):

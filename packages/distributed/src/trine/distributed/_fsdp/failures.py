@@ -185,7 +185,7 @@ def confirm(ledger: Ledger, doubt: str) -> None:
 
     Raises:
         RanksDisagree: if one does something else.
-        CommError: if one has ended, or does not come.
+        CommError: if one has raised, or does not come in time.
     """
     watch = current_watch()
     if watch is None:
@@ -194,7 +194,7 @@ def confirm(ledger: Ledger, doubt: str) -> None:
     doing = watch.compare(ledger, number)
     this = f"#{number} of group {ledger.name}, {rank_list(ledger.ranks)}"
     if doing is None:
-        why = watch.notice() or "another rank has ended, or has not come in time"
+        why = watch.notice() or "another rank has not come in time"
         ledger.broken = f"{ledger.recent()[number]} (#{number}) could not start: {why}"
         raise CommError(f"{ledger.recent()[number]} ({this}) cannot start: {why}.\n{_MEND}")
     if len(set(doing.values())) == 1:
