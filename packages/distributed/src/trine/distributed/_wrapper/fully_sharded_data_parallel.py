@@ -175,6 +175,8 @@ class FullyShardedDataParallel(SavesState):
         if precision.keep_low_precision_grads:
             _keep_grads_low(state, precision.reduce_dtype or precision.param_dtype)
         hooks.watch_state_dicts(state)
+        # Ranks meet there, of which a compiler can make no graph.
+        self._begin = torch.compiler.disable(schedule_of)  # type: ignore[no-untyped-call]  # torch's own
         self._compute = hooks.as_forward(state, self, self._call_wrapped)
         # nn.TransformerEncoderLayer reads weights of the modules in it past their forward, unless
         # one of them has a hook.
@@ -202,7 +204,8 @@ class FullyShardedDataParallel(SavesState):
                 "its whole parameters. Leave the context first."
             )
         state = _state(self)
-        schedule_of(state)
+        if state.schedule is None:
+            self._begin(state)
         outermost = is_root(state)
         if outermost and self._device.kind != "cpu":
             args, kwargs = self._device.batch_to_device((args, kwargs))
