@@ -69,8 +69,10 @@ def run_faulty(
     environ = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")}
     commands = [[sys.executable, *program]] * world_size
     if torchrun:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        commands = [[sys.executable, *launcher, str(world_size), *program]]
+        # It ends the survivors as soon as it has looked: looking less often than ten times a
+        # second leaves them the time to notice by themselves, on a full machine too.
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--monitor-interval", "2"]
+        commands = [[sys.executable, *launcher, "--nproc-per-node", str(world_size), *program]]
     else:
         environ |= {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     files = [(tmp_path / str(number)).open("w") for number in range(len(commands))]
